@@ -15,10 +15,11 @@ from support.handoff_house import ENGINE, Clocks, House, becomes, there
 
 from baton.engines.kv_transfer import TransferRequest
 from baton.errors import HandoffNotFound, HandoffPinsFull
+from baton.handoffs.records.image_store import ImageStore
 from baton.handoffs.records.record import HandoffRecord
 from baton.handoffs.records.repository import HandoffRepository
 from baton.handoffs.records.state import HandoffState
-from baton.handoffs.records.storage import ORPHANED_AFTER_S
+from baton.handoffs.records.storage import ORPHANED_AFTER_S, HandoffStorage
 from baton.handoffs.service import Handoffs
 from baton.handoffs.sources import Sources
 from baton_kv.contract import new_key
@@ -48,6 +49,18 @@ async def test_a_handoff_lives_its_seconds_and_then_its_files_go(house: House) -
     assert not await there(handoffs, record)
     async with handoffs.running():
         await becomes(lambda: not [path for path in house.folder.rglob("*") if record.id in path.name])
+
+
+def test_where_no_engine_hands_over_nothing_is_stored_listed_or_swept() -> None:
+    record = HandoffRecord(tenant="t", model="m", weights="w", created_at=1.0, ttl_s=9e9, expires_at=9e9)
+    nowhere = HandoffStorage(None, HandoffRepository(None), ImageStore(None))
+    nowhere.sweep_orphans()
+    assert (nowhere.all_bytes(), nowhere.kv_bytes(record), nowhere.proof("challenge")) == (0, 0, None)
+    assert not nowhere.create(record, lambda _, __: None)
+    assert nowhere.pin(record, True)
+    assert nowhere.pinned_kv(record) == {}
+    nowhere.quarantine(record)
+    nowhere.remove(record)
 
 
 RECORD = {"tenant": "t", "model": "m", "weights": "w", "created_at": 1.0, "ttl_s": 9e9, "expires_at": 9e9}

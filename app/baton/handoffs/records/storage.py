@@ -182,12 +182,16 @@ class HandoffStorage:
             RecordDeleted: another gateway deleted it while it was pending.
         """
         try:
-            self.store.make_room(record.disk_bytes)
+            self._make_room(record.disk_bytes)
         except StoreError as error:
             log.warning("handoff_not_kept", reason=str(error))
             self.records.edit_unsaved(record, edit)
             return False
         return self.records.create(record, edit)
+
+    def _make_room(self, size: int) -> None:
+        if self.kv is not None:
+            self.kv.make_room(size)
 
     def change(self, record: HandoffRecord, edit: Edit) -> HandoffRecord | None:
         """Apply an edit to a record, on disk too if it is saved there.
@@ -206,7 +210,7 @@ class HandoffStorage:
 
     def kv_bytes(self, record: HandoffRecord) -> int:
         """Return the size of a handoff's KV here, with what it shares with others; 0: it is not here."""
-        return self.store.bytes_of(record.key)
+        return 0 if self.kv is None else self.kv.bytes_of(record.key)
 
     def pinned_kv(self, record: HandoffRecord) -> dict[str, int]:
         """Return the bytes of KV that pins protect, by scope, if this handoff were pinned too.
@@ -214,7 +218,7 @@ class HandoffStorage:
         KV that several handoffs share counts once. If the store cannot be listed, no pin fits.
         """
         try:
-            return self.store.pinned(also=record.key)
+            return {} if self.kv is None else self.kv.pinned(also=record.key)
         except StoreError as error:
             log.warning("handoffs_not_listed", reason=str(error))
             return {scope_of(record.tenant): sys.maxsize}  # nothing fits
@@ -230,7 +234,8 @@ class HandoffStorage:
     def pin(self, record: HandoffRecord, pin: bool) -> bool:
         """Pin a handoff's KV or unpin it; returns whether it is pinned then."""
         try:
-            self.store.pin(record.key, pin)
+            if self.kv is not None:
+                self.kv.pin(record.key, pin)
         except StoreError as error:
             log.warning("handoff_not_pinned", reason=str(error))
             return not pin
@@ -258,7 +263,7 @@ class HandoffStorage:
     def save_images(self, record: HandoffRecord) -> None:
         """Write a handoff's images to disk; without space for them the handoff ends with this process."""
         try:
-            self.store.make_room(record.image_bytes)
+            self._make_room(record.image_bytes)
         except StoreError as error:
             log.warning("handoff_images_not_kept", reason=str(error))
             return
@@ -266,19 +271,22 @@ class HandoffStorage:
 
     def quarantine(self, record: HandoffRecord) -> None:
         """Move a handoff's KV away, with what it shares with others, so that no request finds it any more."""
+        if self.kv is None:
+            return
         shared = 0
-        while self.store.exists(record.key, shared):
+        while self.kv.exists(record.key, shared):
             shared += 1
         for part in range(shared - 1, -1, -1):
-            self.store.quarantine(record.key, part)
-        self.store.quarantine(record.key)
+            self.kv.quarantine(record.key, part)
+        self.kv.quarantine(record.key)
 
     def remove(self, record: HandoffRecord) -> None:
         """Remove a handoff's record, images and KV."""
         try:
             self.records.remove(record)
             self.images.remove(record)
-            self.store.delete(record.key)
+            if self.kv is not None:
+                self.kv.delete(record.key)
         except (OSError, StoreError) as error:
             log.warning("handoff_not_removed", reason=type(error).__name__)
 
