@@ -129,7 +129,7 @@ def store_secret(root: Path) -> bytes:
     """
     with folder(root) as top:
         with contextlib.suppress(FileExistsError):
-            _make(top)
+            _make_secret(top)
         with os.fdopen(open_file(SECRET, within=top), "rb") as stream:
             secret = stream.read(SECRET_BYTES + 1)
     if len(secret) != SECRET_BYTES:
@@ -148,12 +148,12 @@ def install_secret(root: Path, secret: bytes) -> None:
     """
     make_folder(root)
     with folder(root) as top, contextlib.suppress(FileExistsError):
-        _make(top, secret)
+        _make_secret(top, secret)
     if store_secret(root) != secret:
         raise ValueError(f"{root} was made with another secret: name another folder, or remove it")
 
 
-def _make(top: int, secret: bytes | None = None) -> None:
+def _make_secret(top: int, secret: bytes | None = None) -> None:
     """Create the secret atomically: write a temporary file, then link it, which fails if one exists."""
     with contextlib.suppress(FileNotFoundError):
         os.stat(SECRET, dir_fd=top, follow_symlinks=False)

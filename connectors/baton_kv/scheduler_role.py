@@ -50,6 +50,7 @@ SAYS_MOST = (
     TransferFailure.MISSING,
     TransferFailure.GIVEN_UP,
 )
+"""Why a job failed on several ranks, the most telling reason first."""
 
 
 class SchedulerRole:
