@@ -44,12 +44,11 @@ SAVE_THREADS = 2
 REST_S = 0.002
 """Longest wait of a step that computes nothing; a new request waits as long at most."""
 LOW_PRIORITY = 19
-"""Niceness (`man 7 sched`) of the thread of automatic saves: beside a busy model it has hardly
-any of a core."""
-
-
+"""Niceness (`man 7 sched`) of the thread of automatic saves: beside a busy model it hardly has a core."""
 SPARE_WITHIN_S = 20.0
 """An automatic save is given up if it takes longer: requests may need the blocks that it holds."""
+ComputeGaps = Callable[[Sequence[Gap], Sequence[int]], None]
+"""Computes gaps of a context whose blocks are given."""
 
 
 class Postponed(TransferError):
@@ -69,10 +68,6 @@ class Writing:
 
     deadline: float = math.inf
     commit: Commit | None = None
-
-
-ComputeGaps = Callable[[Sequence[Gap], Sequence[int]], None]
-"""Computes gaps of a context whose blocks are given."""
 
 
 @dataclass
@@ -132,9 +127,8 @@ class WorkerRole:
         self._saver = self._threads(1, "save")
         self._spare_saver = self._threads(1, "spare", niceness=LOW_PRIORITY)
         self._placer = self._threads(1, "place")
-        self._placer.submit(
-            os.getpid
-        ).result()  # begun here, or it would have the priority of who needs it first
+        # Begun here, or its thread would have the priority of who needs it first.
+        self._placer.submit(os.getpid).result()
         self._closing = False
         self._compute_gaps: ComputeGaps | None = None
         self._ended = threading.Event()
