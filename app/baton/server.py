@@ -36,14 +36,13 @@ from baton.http.middleware.weight import BodyLimitMiddleware, MemoryShortageMidd
 from baton.http.request import Drain, Gateway, body_threads
 from baton.http.routes import ROUTERS, metrics
 from baton.http.uvicorn_server import MetricsServer
-from baton.images.fetching import fetcher_of
-from baton.images.reader import ImageReader
+from baton.images.reader import ImageReader, fetcher_of
 from baton.library.here.images import ImageStore
 from baton.library.here.records import RecordFolder
 from baton.library.library import Library
 from baton.library.threads import HandoffThreads
 from baton.library.tiers import HandoffStorage
-from baton.pooling.service import Pooling
+from baton.pooling.run import Pooling
 from baton.relay.door import open_relay
 from baton.responses.service import StoredResponses, response_threads
 from baton.responses.store import ResponseStore

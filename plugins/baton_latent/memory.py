@@ -15,11 +15,6 @@ import torch
 class LatentMemory:
     """The seeds for one engine's KV cache, and counters of latent steps.
 
-    Args:
-        width: hidden size of the model.
-        dtype: dtype of the hidden states.
-        device: device of the hidden states.
-
     Attributes:
         width: values of a seed.
         dtype: dtype of a seed.
@@ -64,7 +59,7 @@ class LatentMemory:
             self.layers_like(kv, block_size)
 
     def mix(self, mixtures: dict[int, tuple[Sequence[int], Sequence[float]]]) -> None:
-        """Let mixtures of token embeddings be inputs of the next forward pass; those before are forgotten.
+        """Set mixtures of token embeddings as inputs of the next forward pass; those before are forgotten.
 
         Args:
             mixtures: token ids and the weight of each, by the slot of a context's first token.

@@ -196,9 +196,9 @@ async def test_a_handoff_that_is_deleted_while_a_request_waits_for_it_is_not_giv
     handoffs, waits = house.handoffs(), asyncio.Event()
     settled = handoffs.settled
 
-    async def noted(record: Handoff, within_s: float) -> bool:
+    async def noted(record: Handoff, within_s: float) -> None:
         waits.set()
-        return await settled(record, within_s)
+        await settled(record, within_s)
 
     monkeypatch.setattr(handoffs, "settled", noted)
     record = handoffs.begin(ENGINE, "local")

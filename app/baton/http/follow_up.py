@@ -20,7 +20,7 @@ from baton.errors import BatonError, GenerationFailed, InvalidRequest, Operation
 from baton.http.answer import ask
 from baton.http.error_body import error_body
 from baton.http.request import Gateway, in_a_thread
-from baton.pooling.values import Description
+from baton.pooling.plugin import Description
 
 FIELD = "follow_up"
 OLD_FIELD = "then"

@@ -23,7 +23,7 @@ from baton.http.body.json import is_small, parse_object
 from baton.http.body.trial import TrialCompiler
 from baton.images.reader import ImageReader
 from baton.library.library import Library
-from baton.pooling.service import Pooling
+from baton.pooling.run import Pooling
 from baton.relay.door import Relay
 from baton.responses.service import StoredResponses
 from baton.telemetry.ids import RequestContext

@@ -85,7 +85,6 @@ def image_parts(value: Any, dialect: Dialect, where: str = "") -> Iterator[Image
 
     Args:
         value: the body, or a part of it.
-        dialect: the form of image parts on this route.
         where: the place of `value` in the body.
 
     Raises:
@@ -133,7 +132,7 @@ def listed_images(body: Json) -> Iterator[ImagePart]:
 
 
 def _is_call(part: Json, dialect: Dialect, where: str) -> bool:
-    """Return whether a part of a message is a model's tool call; elsewhere a `type` says nothing."""
+    """Check whether a part of a message is a model's tool call; elsewhere a `type` says nothing."""
     return dialect is Dialect.MESSAGES and ".content[" in where and part.get("type") == "tool_use"
 
 

@@ -1,4 +1,4 @@
-"""Read the images of requests, from their data: URLs or by fetching, in threads shared between tenants."""
+"""Read the images of requests in threads that tenants share, from data: URLs or allowed hosts."""
 
 from __future__ import annotations
 
@@ -11,17 +11,28 @@ from collections.abc import Awaitable, Callable, Sequence
 from baton.admission.fair_queue import QueueLimits, watched_queue
 from baton.admission.fair_threads import FairThreads
 from baton.config.groups import ImageSettings
-from baton.errors import BatonError, GatewayOverloaded, ImageTooLarge, InvalidImage
+from baton.errors import (
+    BatonError,
+    GatewayOverloaded,
+    ImageFetchFailed,
+    ImageTooLarge,
+    InvalidImage,
+    InvalidRequest,
+    SettingsError,
+)
 from baton.images.client_image import ClientImage
 from baton.images.decoding import decode_image
 from baton.images.parts import ImagePart
 from baton.telemetry.metrics import ImageMetrics, QueueMetrics
+from baton_fetch.addresses import AllowedHosts, FetchFailed, FetchRefused
+from baton_fetch.fetch import Fetcher, Resolver, system_resolver
 
 Fetch = Callable[[str, str], Awaitable[bytes]]
 """Fetches the file at a URL; the second argument is the image's place in the request, for messages."""
 
 DATA = "data:"
 RETRY_AFTER_S = 5
+ACCEPT = "image/png, image/jpeg, image/webp, image/gif"
 
 
 class ImageBudget:
@@ -54,10 +65,6 @@ class ImageReader:
     """Reads the images of all requests, a bounded number at once, shared fairly between tenants.
 
     Args:
-        settings: limits of images.
-        metrics: of images.
-        fetch: fetches an image by its URL.
-        queues: metrics of the images that wait.
         wait_s: seconds that an image may wait to be decoded.
     """
 
@@ -84,10 +91,6 @@ class ImageReader:
 
     async def read(self, parts: Sequence[ImagePart], tenant: str) -> list[ClientImage]:
         """Read the images of one request; return them in the same order.
-
-        Args:
-            parts: of the request's body.
-            tenant: of the request.
 
         Raises:
             BatonError: one of the images is refused; reading the others is cancelled.
@@ -148,7 +151,7 @@ def _not_fetched(_waited_s: float | None) -> BatonError:
 
 
 def decoded_url(url: str, settings: ImageSettings, where: str) -> bytes:
-    """Return the bytes of a `data:` URL; its media type is ignored, for the bytes tell the format.
+    """Decode a `data:` URL; its media type is ignored, for the bytes tell the format.
 
     Raises:
         InvalidImage: the URL is not in base64.
@@ -171,3 +174,72 @@ def decoded_url(url: str, settings: ImageSettings, where: str) -> bytes:
             f"{where}: what follows 'base64,' is not base64 (RFC 4648, padded, without line breaks).",
             param=where,
         ) from None
+
+
+class ImageBuffer:
+    """Collects a fetched file in memory, up to a limit.
+
+    Args:
+        limit: bytes at most.
+        where: the image's place in the request, for messages.
+    """
+
+    def __init__(self, limit: int, where: str) -> None:
+        self.data = bytearray()
+        self._limit = limit
+        self._where = where
+
+    def expect(self, size: int) -> None:
+        """Check the size that the file will have.
+
+        Raises:
+            ImageTooLarge: `size` is above the limit.
+        """
+        if size > self._limit:
+            raise ImageTooLarge(
+                f"{self._where}: the image file at this URL has more than {self._limit} bytes "
+                "(setting images.file_bytes).",
+                param=self._where,
+            )
+
+    async def write(self, data: bytes) -> None:
+        self.expect(len(self.data) + len(data))
+        self.data += data
+
+
+def fetcher_of(settings: ImageSettings, resolver: Resolver = system_resolver) -> Fetch:
+    """Make the function that fetches an image by its URL.
+
+    It raises `InvalidRequest` (the URL is not allowed), `ImageFetchFailed` or `ImageTooLarge`.
+
+    Raises:
+        SettingsError: an entry of `images.allowed_hosts` is no host.
+    """
+    try:
+        hosts = AllowedHosts(settings.allowed_hosts, "images.allowed_hosts")
+    except ValueError as error:
+        raise SettingsError(str(error)) from None
+    fetcher = Fetcher(
+        hosts,
+        allow_http=settings.allow_http,
+        seconds=settings.fetch_s,
+        accept=ACCEPT,
+        agent="baton",
+        resolver=resolver,
+    )
+
+    async def fetch(url: str, where: str) -> bytes:
+        if not hosts:
+            raise InvalidRequest(
+                f"{where}: this server fetches no images by URL; send the image as a data: URL.", param=where
+            )
+        file = ImageBuffer(int(settings.file_bytes), where)
+        try:
+            await fetcher.fetch(url, file)
+        except FetchRefused as error:
+            raise InvalidRequest(f"{where}: {error.reason}.", param=where) from None
+        except FetchFailed as error:
+            raise ImageFetchFailed(f"{where}: {error.reason}.", param=where) from None
+        return bytes(file.data)
+
+    return fetch

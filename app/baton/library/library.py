@@ -200,14 +200,11 @@ class Library:
         self._saving.add(saving)
         saving.add_done_callback(self._saving.discard)
 
-    async def settled(self, record: Handoff, within_s: float) -> bool:
-        """Wait until a handoff is no longer pending, at most `within_s` seconds; returns whether it was."""
-        saving = self._saves.is_pending(record)
-        was_pending = saving or record.state is HandoffState.PENDING
-        if was_pending and not saving:
+    async def settled(self, record: Handoff, within_s: float) -> None:
+        """Wait until a handoff is no longer pending, at most `within_s` seconds."""
+        if record.state is HandoffState.PENDING and not self._saves.is_pending(record):
             await self._announcements.wait(record, within_s)
         await self._saves.wait(record, within_s)
-        return was_pending
 
     def is_awaited(self, record: Handoff) -> bool:
         """Return whether a request waits for a pending handoff."""
@@ -352,9 +349,10 @@ class Library:
         """
         if self._storage.shared and record.on_disk and not (record.bytes or record.id in self._saves.pending):
             await self._threads.storage.run(record.tenant, self._storage.drop_copy, record)
-        wanted = self._storage.remote and record.bytes and record.weights == engine.weights
-        if wanted and not await self._fetches.bring(record, engine):
-            self.kv_gone(record)
+        if self._storage.remote and record.bytes and record.weights == engine.weights:
+            await self._fetches.bring(record, engine)
+            if not await self._threads.storage.run(record.tenant, self._storage.is_here, record):
+                self.kv_gone(record)
 
     def __contains__(self, record: Handoff) -> bool:
         """Whether a handoff is still there."""

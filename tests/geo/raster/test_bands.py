@@ -14,7 +14,7 @@ from baton_geo.raster.pixels.bands import (
     choose_bands,
     normalised,
 )
-from baton_geo.raster.reading.stated import read_band, read_product
+from baton_geo.raster.reading.geotiff import read_band, read_product
 
 RGB = (
     Band(name="BLUE", aliases=("B02",), mean=0, std=1),

@@ -11,7 +11,7 @@ from geo.sources.fetching import NAME, Setup
 from geo.sources.hosts import RASTER, left, page, redirect, settings
 
 from baton_geo.errors import SourceFailed, SourceRefused
-from baton_geo.fetch import RasterFetcher, system_resolver
+from baton_geo.sources import RasterFetcher, system_resolver
 
 
 def test_a_file_arrives_whole(at: Setup) -> None:
@@ -181,7 +181,9 @@ def test_dns_rebinding_on_a_redirect_is_refused(at: Setup) -> None:
 async def test_addresses_of_the_machines_resolver_are_checked(at: Setup) -> None:
     """`localhost`, resolved by the machine itself, must be refused though the operator listed the name."""
     fetcher = RasterFetcher(settings(at.spool, f"localhost:{at.good.port}"))
-    with pytest.raises(SourceRefused, match="not a public one"):
+    with pytest.raises(
+        SourceRefused, match=r"resolves to a private address; .* baton_geo\.allowed_hosts too"
+    ):
         await fetcher.fetch(f"http://localhost:{at.good.port}/scene.tif")
     assert at.good.connects == 0
     assert "127.0.0.1" in await system_resolver("localhost", 80)

@@ -31,10 +31,9 @@ from baton.http.request import (
     read_json,
     state_of,
 )
-from baton.pooling.answer import PluginAnswer
-from baton.pooling.runner import Runner
+from baton.pooling.plugin import ResultFile, Upload
+from baton.pooling.run import PluginAnswer, Runner
 from baton.pooling.uploads import RESULTS, UploadSpool
-from baton.pooling.values import ResultFile, Upload
 from baton.telemetry.ids import RequestContext
 from baton_spool import make
 
@@ -233,7 +232,6 @@ class LastingFileResponse(FileResponse):
     """A file response that releases its file once it was sent, or the client disconnected or was too slow.
 
     Args:
-        filename: the file name that the client is offered.
         release: called at the end.
     """
 

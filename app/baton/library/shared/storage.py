@@ -111,8 +111,8 @@ class SharedStorage(HandoffStorage):
             super().quarantine(record)
 
     def fetch(self, record: Handoff, within_s: float) -> int:
-        until, size, left = time.monotonic() + min(within_s, self.fetch_s), 0, record.bytes
-        names = self.files.use(record.key, automatic=record.automatic)
+        until, size, names = time.monotonic() + min(within_s, self.fetch_s), 0, self.files.names(record.key)
+        left = record.bytes
         if not names or names[-1] != record.key:
             return 0
         for index, name in enumerate(names):
@@ -123,6 +123,7 @@ class SharedStorage(HandoffStorage):
             shared = SharedFiles(tuple(names[:index]), names[index - 1]) if index else SharedFiles()
             with contextlib.closing(chunks), counting(size):
                 size += self.store.put(name, chunks, size=length, shared=shared)
+        self.files.touch(record.key, automatic=record.automatic)
         return size
 
     def stored_bytes(self, records: Sequence[Handoff]) -> list[int]:

@@ -22,8 +22,6 @@ TEXT_SIZE, LINE, MARGIN, SWATCH, COLUMN = 15, 24, 12, 14, 250  # of the legend, 
 PAPER, INK, QUIET = (255, 255, 255, 255), (33, 37, 41, 255), (108, 117, 125, 255)
 COLOURS = ("red", "green", "blue")
 
-Colours = npt.NDArray[np.uint8]
-
 
 def rgb_bands(card: Card) -> tuple[int, ...]:
     """Return the indices of red, green and blue in the last time step; empty if the model lacks one."""
@@ -42,10 +40,7 @@ def draw_preview(
     """Draw the preview: RGBA, at most `LONGEST` pixels on its long side, nodata transparent.
 
     Args:
-        card: of the model.
-        scene: thumbnail of the scene.
         classes: the mask at the thumbnail's size.
-        areas: of the classes, for the legend.
     """
     colours = np.zeros((256, 3), np.float32)
     colours[: len(card.classes)] = [label.colour for label in card.classes]
