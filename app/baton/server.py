@@ -52,7 +52,7 @@ from baton.http.uvicorn_server import MetricsServer
 from baton.http.validation.trial_compile import TrialCompiler
 from baton.images.fetching import fetcher_of
 from baton.images.reader import ImageReader
-from baton.pooling.service import Pooling
+from baton.pooling.run import Pooling
 from baton.responses.service import StoredResponses, response_threads
 from baton.responses.store import ResponseStore
 from baton.telemetry.ids import LOCAL_TENANT, NO_TENANT

@@ -15,7 +15,7 @@ from support.sample_plugins import SECRET, Current, plugin
 
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
 from baton.http.follow_up import with_description
-from baton.pooling.values import Description
+from baton.pooling.plugin import Description
 
 QUESTION = "What is to be seen?"
 BODY: dict[str, Any] = {"model": "words", "messages": [{"role": "user", "content": QUESTION}]}

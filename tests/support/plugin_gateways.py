@@ -13,7 +13,7 @@ import pytest
 
 from baton.config.groups import PoolingSettings
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
-from baton.pooling import hooks
+from baton.pooling import plugin as hooks
 from support.gateways import FakeGateway, run_fake
 from support.sample_plugins import plugin
 from support.wire import connect

@@ -11,9 +11,15 @@ from typing import Any
 import pytest
 from support.plugin_gateways import notice_blocked_loops_soon
 
-from baton.admission.fair_threads import WorkEscape
+from baton.admission.fair_queue import FairQueue, QueueLimits
+from baton.admission.fair_threads import FairThreads, WorkEscape
 from baton.errors import PluginBusy
-from baton.pooling.hooks import HookLoop, hook_threads
+from baton.pooling.plugin import HookLoop
+
+
+def hook_threads(places: int) -> FairThreads:
+    """Threads as a plugin's synchronous hooks have them."""
+    return FairThreads(FairQueue(QueueLimits(places), lambda _: PluginBusy()), "hook-x", may_hang=True)
 
 
 async def idle(seconds: float = 0.0) -> str:
@@ -39,7 +45,7 @@ async def test_what_no_future_can_hold_is_told_all_the_same(kind: type[BaseExcep
     def hook() -> None:
         raise kind
 
-    threads = hook_threads("x", 1)
+    threads = hook_threads(1)
     for _ in range(3):
         with pytest.raises(WorkEscape):
             await asyncio.wait_for(threads.run("acme", hook), 20)
@@ -48,7 +54,7 @@ async def test_what_no_future_can_hold_is_told_all_the_same(kind: type[BaseExcep
 
 async def test_a_cancel_that_meets_a_finished_hook_leaves_nobody_behind() -> None:
     """The count would never fall again, and in the end every request would be refused."""
-    threads = hook_threads("x", 2)
+    threads = hook_threads(2)
     over = threading.Event()
     task = asyncio.ensure_future(threads.run("acme", over.set))
     await asyncio.sleep(0)
@@ -62,7 +68,7 @@ async def test_a_cancel_that_meets_a_finished_hook_leaves_nobody_behind() -> Non
 
 async def test_a_hook_left_behind_is_counted_until_it_comes_back() -> None:
     """And no longer."""
-    threads = hook_threads("x", 1)
+    threads = hook_threads(1)
     begun, release = threading.Event(), threading.Event()
 
     def hook() -> None:

@@ -12,6 +12,7 @@ import contextlib
 import contextvars
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import structlog
@@ -28,7 +29,7 @@ class WorkEscape(Exception):
 
 
 class FairThreads:
-    """Threads for blocking work, one for each place of a queue.
+    """Threads for blocking work, one for each place of a queue: requests' own work, and plugins' hooks.
 
     A thread cannot be stopped: the work of a cancelled request keeps its place until it is done.
 
@@ -98,10 +99,7 @@ class FairThreads:
 
 async def in_own_thread(work: Callable[..., Result], *args: Any, **named: Any) -> Result:
     """Call `work` in a thread of its own, and return its result."""
-    call = _Call(work, args, lambda: None, named)
-    call.start("baton-work", daemon=False)
-    result: Result = await call.future
-    return result
+    return await FairThreads(None, "baton-work").run(OURS, partial(work, *args, **named))
 
 
 class _Call:
@@ -111,20 +109,12 @@ class _Call:
         work: what is called.
         args: given to it.
         leave: gives its place back; called once.
-        named: given to it too.
     """
 
-    def __init__(
-        self,
-        work: Callable[..., Any],
-        args: tuple[Any, ...],
-        leave: Callable[[], None],
-        named: dict[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, work: Callable[..., Any], args: tuple[Any, ...], leave: Callable[[], None]) -> None:
         self._loop = asyncio.get_running_loop()
         self._work = work
         self._args = args
-        self._named = named or {}
         self._leave: Callable[[], None] | None = leave
         self.future: asyncio.Future[Any] = self._loop.create_future()
         self.done = False
@@ -148,7 +138,7 @@ class _Call:
         result: Any = None
         error: Exception | None = None
         try:
-            result = self._work(*self._args, **self._named)
+            result = self._work(*self._args)
         except (StopIteration, StopAsyncIteration) as raised:  # no future can hold one
             error = WorkEscape(type(raised).__name__)
         except Exception as raised:  # noqa: BLE001  # the thread's border: raised where the work is awaited

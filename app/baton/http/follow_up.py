@@ -21,7 +21,7 @@ from baton.http.error_body import error_body
 from baton.http.pipeline import ask
 from baton.http.request_body import in_a_thread
 from baton.http.state import Gateway
-from baton.pooling.values import Description
+from baton.pooling.plugin import Description
 
 FIELD = "follow_up"
 OLD_FIELD = "then"

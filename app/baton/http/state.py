@@ -22,7 +22,7 @@ from baton.handoffs.translations.service import Translations
 from baton.http.middleware.drain import Drain
 from baton.http.validation.trial_compile import TrialCompiler
 from baton.images.reader import ImageReader
-from baton.pooling.service import Pooling
+from baton.pooling.run import Pooling
 from baton.responses.service import StoredResponses
 from baton.telemetry.metrics import GatewayMetrics
 

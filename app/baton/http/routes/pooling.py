@@ -26,10 +26,9 @@ from baton.http.pipeline import operate, strip, unless_gone
 from baton.http.request_body import read_json
 from baton.http.request_state import context_of, state_of
 from baton.http.state import Gateway, gateway_of
-from baton.pooling.answer import PluginAnswer
-from baton.pooling.runner import Runner
+from baton.pooling.plugin import ResultFile, Upload
+from baton.pooling.run import PluginAnswer, Runner
 from baton.pooling.uploads import RESULTS, UploadSpool
-from baton.pooling.values import ResultFile, Upload
 from baton.telemetry.ids import RequestContext
 from baton_spool import make
 

@@ -6,26 +6,41 @@ import re
 import traceback
 from pathlib import PurePath
 
+import structlog
 from pydantic import ValidationError
 
 from baton.engines.scrub import scrub
 from baton.errors import BatonError, InvalidRequest, PluginBusy, PluginFailed, PluginRefusal
 from baton.errors.invalid_fields import invalid_field
 
+log = structlog.get_logger("baton.pooling")
+
 PLACES = 3
 CODE = re.compile(r"[a-z][a-z0-9_]{0,39}")
 
 
+def client_error(error: BaseException, plugin: str, step: str, *, at_input: bool) -> BatonError:
+    """Turn an exception of a plugin into its client's error; log it where the plugin itself failed.
+
+    Args:
+        error: the exception.
+        plugin: name of the plugin.
+        step: in which it was raised, for the log.
+        at_input: whether the request was being parsed or prepared.
+    """
+    refused = refusal(error, at_input=at_input)
+    if refused.status >= 500 and not refused.retryable:
+        log.error("plugin_failed", plugin=plugin, step=step, cause=where(error))
+        log.debug("plugin_failed", plugin=plugin, exc_info=error)
+    return refused
+
+
 def refusal(error: BaseException, *, at_input: bool) -> BatonError:
-    """Return the `BatonError` for an exception of a plugin.
+    """Map an exception of a plugin to a `BatonError`.
 
     An exception with an HTTP `status` and a `code` is answered with these. While the input is read, a
     `ValueError` is a 400 with its text, as in vLLM. Any other exception is a `plugin_failed` without its
     text, which may hold paths or another client's data.
-
-    Args:
-        error: the exception.
-        at_input: whether it was raised while the request was parsed or prepared.
     """
     if isinstance(error, BatonError):
         return error
@@ -56,7 +71,7 @@ def _validation(error: ValidationError) -> InvalidRequest:
 
 
 def where(error: BaseException) -> str:
-    """Return the last frames of an exception for the log. Its text may hold a client's data: left out."""
+    """Name the last frames of an exception for the log. Its text may hold a client's data: left out."""
     frames = traceback.extract_tb(error.__traceback__)[-PLACES:]
     places = [f"{PurePath(frame.filename).name}:{frame.lineno} {frame.name}" for frame in reversed(frames)]
     return f"{type(error).__name__} at {', from '.join(places)}" if places else type(error).__name__

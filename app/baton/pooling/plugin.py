@@ -13,35 +13,99 @@
 
 A hook that a class inherits from vLLM's base class is not the plugin's: the base's coroutines call the
 synchronous hook on the event loop, so the synchronous one is run in a thread instead.
+
+All of them run off the gateway's event loop. Synchronous hooks run in threads, a bounded number at once; the
+hook of a request that ends early goes on in its thread. Coroutines run on an event loop of the plugin's own,
+in one thread as its author expects. A coroutine that blocks holds up that loop, so later requests get a new
+one; a request stays on the loop it began on, and a loop is closed when its last request is over.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
+import threading
+import time
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
     Callable,
+    Coroutine,
     Generator,
     Iterable,
     Iterator,
     Mapping,
+    Sequence,
 )
 from contextlib import aclosing, contextmanager
 from copy import copy
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, TypeVar
 
+import structlog
+
+from baton.admission.fair_queue import FairQueue, QueueLimits
+from baton.admission.fair_threads import FairThreads, WorkEscape
 from baton.engines.port import Json, Plugin
 from baton.errors import OperationUnsupported, PluginBusy, PluginFailed
-from baton.pooling.hooks import HookLoop, PluginLoopThread, hook_threads
-from baton.pooling.values import Description, ResultFile, Upload
 from baton.telemetry.ids import LOCAL_TENANT
 
+Result = TypeVar("Result")
+log = structlog.get_logger("baton.pooling")
+
 VLLM = "vllm."
+HEARTBEAT_S = 0.25
+STALLED_S = 1.0
+"""A plugin's loop that has not run its heartbeat for so many seconds is blocked."""
 _END = object()
+
+
+@dataclass(frozen=True)
+class Upload:
+    """A file that a client sent as the request's body.
+
+    Attributes:
+        file: path of the temporary file; its maker removes it.
+        media_type: as the client gave it.
+        query: the request's other parameters.
+        accept: the media types that the answer may have, the preferred one first.
+    """
+
+    file: Path
+    media_type: str
+    query: Mapping[str, str]
+    accept: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class ResultFile:
+    """One file of a plugin's answer.
+
+    Attributes:
+        name: the file name that the client is offered.
+        media_type: of its content.
+        path: where it is, until the plugin's `forget` is called.
+    """
+
+    name: str
+    media_type: str
+    path: Path
+
+
+@dataclass(frozen=True)
+class Description:
+    """A plugin's description of its answer, for a model that is asked about it.
+
+    Attributes:
+        text: a line or a few.
+        picture: media type and bytes; None: there is none.
+    """
+
+    text: str
+    picture: tuple[str, bytes] | None = None
 
 
 class PluginProcessor:
@@ -49,7 +113,7 @@ class PluginProcessor:
 
     Args:
         plugin: the engine's plugin.
-        threads: threads that its synchronous hooks may take.
+        threads: threads that one tenant's synchronous hooks may take at once.
     """
 
     def __init__(self, plugin: Plugin, threads: int) -> None:
@@ -58,15 +122,16 @@ class PluginProcessor:
         self._plugin = plugin
         self._instance = plugin.instance
         self._limit = threads
-        self._threads = hook_threads(plugin.name, threads)
-        self._last_threads = hook_threads(plugin.name, None)
+        name = f"hook-{plugin.name}"
+        self._threads = FairThreads(FairQueue(QueueLimits(threads), _never), name, may_hang=True)
+        self._last_threads = FairThreads(None, name, may_hang=True)
         self._loop = HookLoop(plugin.name, threads)
 
     def close(self) -> None:
         self._loop.close()
 
     def of(self, tenant: str) -> PluginProcessor:
-        """Return the same processor for one tenant's request: its hooks wait for that tenant's turn."""
+        """Copy the processor for one tenant's request: its hooks wait for that tenant's turn."""
         mine = copy(self)
         mine._tenant = tenant
         return mine
@@ -110,7 +175,7 @@ class PluginProcessor:
             )
 
     def _own(self, hook: str) -> bool:
-        """Return whether the plugin itself defines `hook`, rather than vLLM's base class."""
+        """Find out whether the plugin itself defines `hook`, rather than vLLM's base class."""
         for cls in type(self._instance).__mro__:
             if hook in vars(cls):
                 return not cls.__module__.startswith(VLLM)
@@ -118,7 +183,7 @@ class PluginProcessor:
 
     @contextmanager
     def loop_thread(self) -> Iterator[PluginLoopThread | None]:
-        """Give one request the loop that its coroutines run on; None where the plugin has no coroutines."""
+        """Lend one request the loop that its coroutines run on; None where the plugin has no coroutines."""
         if not (self._own("pre_process_async") or self._own("post_process_async")):
             yield None
             return
@@ -143,7 +208,7 @@ class PluginProcessor:
         )
 
     async def params(self) -> Any:
-        """Return vLLM's `PoolingParams` for every prompt; None: the plugin gives none."""
+        """Ask for vLLM's `PoolingParams` of every prompt; None: the plugin gives none."""
         for hook in ("merge_pooling_params", "validate_or_generate_params"):
             if self._own(hook):
                 return await self._threads.run(self._tenant, getattr(self._instance, hook))
@@ -152,7 +217,7 @@ class PluginProcessor:
     async def prompts(
         self, data: Any, request_id: str, thread: PluginLoopThread | None
     ) -> AsyncGenerator[Any, None]:
-        """Return the engine's prompts, made one by one if the plugin returns an iterator."""
+        """Make the engine's prompts, one by one if the plugin returns an iterator."""
         if thread is not None and self._own("pre_process_async"):
             hook = partial(self._instance.pre_process_async, prompt=data, request_id=request_id)
             made = await thread.run_here(_called(hook))
@@ -191,7 +256,7 @@ class PluginProcessor:
     async def answer(
         self, outputs: AsyncIterator[tuple[int, Any]], request_id: str, thread: PluginLoopThread | None
     ) -> Any:
-        """Return the plugin's result of the outputs, which a coroutine hook gets as they finish."""
+        """Make the plugin's result of the outputs, which a coroutine hook gets as they finish."""
         if thread is not None and self._own("post_process_async"):
             pulled = _pulled(outputs, asyncio.get_running_loop())
             hook = partial(self._instance.post_process_async, pulled, request_id=request_id)
@@ -203,14 +268,14 @@ class PluginProcessor:
         )
 
     async def data(self, output: Any) -> Any:
-        """Return the `data` of the JSON answer."""
+        """Make the `data` of the JSON answer."""
         if not self._own("output_to_response"):
             return output
         response = await self._threads.run(self._tenant, self._instance.output_to_response, output)
         return getattr(response, "data", response)
 
     async def files(self, output: Any) -> list[ResultFile]:
-        """Return the answer as files; an empty list: the plugin makes none.
+        """Name the answer's files; an empty list: the plugin makes none.
 
         Raises:
             Exception: the plugin raised it, or named a file that does not exist.
@@ -220,13 +285,13 @@ class PluginProcessor:
         return await self._threads.run(self._tenant, _result_files, self._instance.output_to_files, output)
 
     async def for_description(self, data: Any) -> Any:
-        """Return the parsed request, changed so that its answer can be described."""
+        """Change the parsed request so that its answer can be described."""
         if not self._own("for_description"):
             return data
         return await self._threads.run(self._tenant, self._instance.for_description, data)
 
     async def describe(self, output: Any) -> Description:
-        """Return the plugin's description of its answer.
+        """Describe the plugin's answer.
 
         Raises:
             Exception: the plugin raised, or returned something else.
@@ -234,7 +299,7 @@ class PluginProcessor:
         return await self._threads.run(self._tenant, _description, self._instance.describe, output)
 
     async def amounts(self, output: Any) -> dict[str, float]:
-        """Return what the plugin counts of the answer, by unit; empty: the plugin has no `amounts` hook."""
+        """Count the answer's amounts by unit; empty: the plugin has no `amounts` hook."""
         if not self._own("amounts"):
             return {}
         counted = await self._threads.run(self._tenant, self._instance.amounts, output)
@@ -244,6 +309,11 @@ class PluginProcessor:
         """Have the plugin drop what it keeps for a request; called once, however the request ended."""
         if self._own("forget"):
             await self._last_threads.run(self._tenant, self._instance.forget, request_id)
+
+
+def _never(_waited_s: float | None) -> PluginBusy:
+    """Make the error that `FairQueue` asks for; never raised, for a hook waits without a limit."""
+    return PluginBusy()
 
 
 def _result_files(hook: Callable[[Any], Iterable[tuple[str, str, Path]]], output: Any) -> list[ResultFile]:
@@ -300,3 +370,123 @@ async def _pulled(
 
 async def _closed(generator: AsyncGenerator[Any, None]) -> None:
     await generator.aclose()
+
+
+class HookLoop:
+    """The event loop of one plugin's coroutines, replaced when it is blocked.
+
+    Args:
+        name: of the plugin.
+        limit: blocked loops there may be; with more, requests are refused.
+    """
+
+    def __init__(self, name: str, limit: int) -> None:
+        self._name = name
+        self._limit = limit
+        self._current: PluginLoopThread | None = None
+        self._retired: list[PluginLoopThread] = []
+
+    @property
+    def stuck(self) -> int:
+        """Number of replaced loops whose thread still runs."""
+        self._retired = [thread for thread in self._retired if thread.is_alive()]
+        return len(self._retired)
+
+    @contextlib.contextmanager
+    def borrowed(self) -> Iterator[PluginLoopThread]:
+        """Lend one request a loop for as long as the block runs.
+
+        Raises:
+            PluginBusy: too many loops are blocked.
+        """
+        thread = self._pick()
+        thread.users += 1
+        try:
+            yield thread
+        finally:
+            thread.users -= 1
+            if thread is not self._current and thread.users == 0:
+                thread.end()
+
+    def _pick(self) -> PluginLoopThread:
+        if self._current is not None and not self._current.responsive:
+            log.warning("plugin_blocks_its_loop", plugin=self._name)
+            self._retire()
+        if self._current is None:
+            if self.stuck >= self._limit:
+                raise PluginBusy()
+            self._current = PluginLoopThread(self._name)
+            self._current.start()
+        return self._current
+
+    def _retire(self) -> None:
+        thread, self._current = self._current, None
+        if thread is None:
+            return
+        self._retired.append(thread)
+        if thread.users == 0:
+            thread.end()
+
+    def close(self) -> None:
+        self._retire()
+
+
+class PluginLoopThread(threading.Thread):
+    """A thread that keeps one event loop running, whatever a plugin does to it, until `end` is called.
+
+    Attributes:
+        users: requests that use the loop now.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name=f"hooks-{name}", daemon=True)
+        self._loop = asyncio.new_event_loop()
+        self._beat = time.monotonic()
+        self._ending = False
+        self.users = 0
+
+    @property
+    def responsive(self) -> bool:
+        return self.is_alive() and time.monotonic() - self._beat <= STALLED_S
+
+    def run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.call_soon(self._pulse)
+        while not self._ending:
+            try:
+                self._loop.run_forever()  # returns when a plugin stops it, too
+            except BaseException as error:  # noqa: BLE001  # a task of the plugin's own; the others go on
+                log.error("plugin_task_failed", thread=self.name, cause=type(error).__name__)
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+        with contextlib.suppress(Exception):  # of the plugin's, while its generators are closed
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        self._loop.close()
+
+    def _pulse(self) -> None:
+        self._beat = time.monotonic()
+        self._loop.call_later(HEARTBEAT_S, self._pulse)
+
+    def end(self) -> None:
+        """End the thread once no coroutine blocks it."""
+        self._ending = True
+        with contextlib.suppress(RuntimeError):  # closed already
+            self._loop.call_soon_threadsafe(self._loop.stop)
+
+    async def run_here(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        """Await `coroutine` on this thread's loop; cancelling the caller cancels the coroutine."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_contained(coroutine), self._loop))
+
+
+async def _contained(coroutine: Coroutine[Any, Any, Result]) -> Result:
+    try:
+        return await coroutine
+    except Exception:
+        raise
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise WorkEscape("CancelledError") from None
+    except BaseException as error:  # noqa: BLE001  # a plugin must not end the thread
+        raise WorkEscape(type(error).__name__) from None
