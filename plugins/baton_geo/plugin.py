@@ -22,18 +22,15 @@ from vllm.outputs import PoolingRequestOutput
 from vllm.plugins.io_processors.interface import IOProcessor
 from vllm.renderers import BaseRenderer
 
-from baton_geo.answers import FinishedScene
-from baton_geo.contract import GeoAnswer, GeoOptions, GeoRequest, geo_request
+from baton_geo.contract import GeoAnswer, GeoOptions, GeoRequest, geo_request, options_of_query
 from baton_geo.errors import RasterTooLarge
-from baton_geo.prithvi import PrithviConfig
-from baton_geo.queries import options_of_query
+from baton_geo.prithvi import PrithviConfig, card_of
 from baton_geo.raster.decoders import Decoders
 from baton_geo.raster.messages import SceneRequest
-from baton_geo.scenes import RunningScene, RunningScenes
+from baton_geo.scenes import Coordinates, FinishedScene, RunningScene, RunningScenes, prompt
 from baton_geo.settings import geo_settings
 from baton_geo.sources import Sources
 from baton_geo.spool import Spooled, prepare_folder
-from baton_geo.tiles import Coordinates, card_of, prompt
 
 Result = TypeVar("Result")
 
@@ -104,7 +101,7 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
         return UploadRequest(file, options_of_query(query, accept))
 
     def for_description(self, data: PluginRequest) -> Shown:
-        """Return the same request, but with a preview for `describe`."""
+        """Ask for a preview too, for `describe`."""
         return Shown(data)
 
     async def pre_process_async(
@@ -241,11 +238,11 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
         return FinishedScene(running, products)
 
     def output_to_files(self, output: FinishedScene) -> list[tuple[str, str, Path]]:
-        """Return name, media type and path of each output."""
+        """List name, media type and path of each output."""
         return output.files()
 
     def output_to_response(self, output: FinishedScene) -> IOProcessorResponse[GeoAnswer]:
-        """Return the JSON answer."""
+        """Make the JSON answer."""
         return IOProcessorResponse(request_id=output.running.request_id, data=output.answer())
 
     def describe(self, output: FinishedScene) -> tuple[str, tuple[str, Path] | None]:
@@ -253,7 +250,7 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
         return output.describe()
 
     def amounts(self, output: FinishedScene) -> dict[str, int]:
-        """Return what a server may count of a finished scene: its pixels."""
+        """Count a finished scene's pixels, for a server's metrics."""
         info = output.running.scene.info
         return {"pixels": info.width * info.height}
 
@@ -271,7 +268,7 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
 
 
 def _unowned(file: Path) -> Spooled:
-    """Return a file that the server owns and removes."""
+    """Take a file that the server owns and removes."""
     return Spooled(file, file.stat().st_size, owned=False)
 
 

@@ -1,4 +1,4 @@
-"""Track running scenes, and match engine outputs to them by a serial number in the prompt.
+"""Follow a scene through the engine: prompts of its tiles, outputs matched to it, the answer of its products.
 
 vLLM gives a plugin a request before the engine and its outputs after it, without a reliable link between the
 two: offline there is no request id at all. So a prompt is one token, a serial number that is unique among the
@@ -7,16 +7,28 @@ prompts in use, and every output comes back with its prompt. Concurrent requests
 
 from __future__ import annotations
 
+import base64
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
 from typing import Any, Protocol
 
-from baton_geo.contract import GeoOptions
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from baton_geo.contract import ClassArea, GeoAnswer, GeoFile, GeoOptions
+from baton_geo.errors import RasterUnusable, RequestInvalid
+from baton_geo.prithvi import PrithviConfig
+from baton_geo.raster.messages import ClassCount, Products, SceneInfo
 
 SERIALS = 2**31 - 2
 """Number of serial numbers: token ids are int32, and 0 is not used."""
+MEDIA_TYPES = {"mask": "image/tiff", "probabilities": "image/tiff", "preview": "image/png"}
+PIECE = 3 * 128 * 1024
 
 
 class Closeable(Protocol):
@@ -72,7 +84,7 @@ class RunningScenes:
             self.drop(old)
 
     def serial(self, running: RunningScene, tile: int) -> int:
-        """Return a new serial number for one tile of a scene."""
+        """Number one tile of a scene, anew."""
         with self._lock:
             while (serial := self._next % SERIALS + 1) in self._tiles:
                 self._next += 1
@@ -82,7 +94,7 @@ class RunningScenes:
             return serial
 
     def take(self, serial: int) -> tuple[RunningScene, int]:
-        """Return the scene and the tile of a serial number, and free the number.
+        """Find the scene and the tile of a serial number, and free the number.
 
         Raises:
             LookupError: no running scene has this number.
@@ -114,3 +126,137 @@ class RunningScenes:
 
     def __len__(self) -> int:
         return len(self._running)
+
+
+class Coordinates:
+    """Dates and places for models with temporal or location embeddings."""
+
+    def __init__(self, config: PrithviConfig) -> None:
+        self._frames = config.num_frames
+        self._time = "time" in config.coords_encoding
+        self._place = "location" in config.coords_encoding
+
+    def of(self, options: GeoOptions, info: SceneInfo) -> dict[str, torch.Tensor]:
+        """Make the fields for every tile of a scene: from the request, else from the file.
+
+        Raises:
+            RequestInvalid: the number of dates is not the number of the model's time steps.
+            RasterUnusable: neither the request nor the file has the date or place.
+        """
+        fields = {}
+        if self._time:
+            fields["temporal_coords"] = torch.tensor(self._days(options, info), dtype=torch.float32)
+        if self._place:
+            fields["location_coords"] = torch.tensor(_place(options, info), dtype=torch.float32)
+        return fields
+
+    def _days(self, options: GeoOptions, info: SceneInfo) -> list[tuple[int, int]]:
+        days = options.dates
+        if days is None and self._frames == 1 and info.acquired is not None:
+            days = (date.fromisoformat(info.acquired[:10]),)
+        if days is None:
+            raise RasterUnusable(
+                f"This model needs the dates of its {self._frames} time steps, and the file has none: "
+                "add data.dates to the request.",
+                param="data.dates",
+            )
+        if len(days) != self._frames:
+            raise RequestInvalid(
+                f"data.dates: {len(days)} given; this model has {self._frames} time steps.",
+                param="data.dates",
+            )
+        return [(day.year, day.timetuple().tm_yday) for day in days]
+
+
+def _place(options: GeoOptions, info: SceneInfo) -> tuple[float, float]:
+    if options.location is not None:
+        return options.location.latitude, options.location.longitude
+    if info.latitude is None or info.longitude is None:
+        raise RasterUnusable(
+            "This model needs the place of the scene, and the file has no coordinate system: "
+            "add data.location to the request.",
+            param="data.location",
+        )
+    return info.latitude, info.longitude
+
+
+def prompt(serial: int, pixels: NDArray[np.float32], fields: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Make vLLM's prompt for one tile.
+
+    Args:
+        serial: of the tile, see `RunningScenes.serial`.
+        pixels: (C, T, H, W) float32, normalised.
+        fields: dates and place, see `Coordinates`.
+    """
+    image = {"pixel_values": torch.from_numpy(pixels), **fields}
+    return {
+        "prompt_token_ids": [serial],
+        "multi_modal_data": {"image": image},
+        # With a name given, vLLM does not hash the pixels of a tile that it has never seen before.
+        "multi_modal_uuids": {"image": [f"tile-{serial}"]},
+    }
+
+
+@dataclass(frozen=True)
+class FinishedScene:
+    """A scene whose mask is written.
+
+    Attributes:
+        running: the request; its files exist until it is dropped.
+        products: files and counts of its raster process.
+    """
+
+    running: RunningScene
+    products: Products
+
+    def files(self) -> list[tuple[str, str, Path]]:
+        """List name, media type and path of each output, in the order of the request."""
+        return [
+            (path.name, MEDIA_TYPES[output], path)
+            for output in self.running.options.outputs
+            if (path := getattr(self.products, output)) is not None
+        ]
+
+    def describe(self) -> tuple[str, tuple[str, Path] | None]:
+        """Describe the areas in one line; with media type and path of the preview, if there is one."""
+        words = f"Areas: {', '.join(_area(area) for area in self.products.areas)}."
+        preview = self.products.preview
+        return words, None if preview is None else (MEDIA_TYPES["preview"], preview)
+
+    def answer(self) -> GeoAnswer:
+        """Make the JSON answer."""
+        (_, kind, first), *others = self.files()
+        info = self.running.scene.info
+        areas = tuple(
+            ClassArea(
+                value=value, name=area.name, pixels=area.pixels, share=area.share, hectares=area.hectares
+            )
+            for value, area in enumerate(self.products.areas)
+        )
+        return GeoAnswer(
+            format="png" if kind == "image/png" else "tiff",
+            data=_text(first),
+            request_id=self.running.request_id,
+            crs=info.crs,
+            transform=info.transform,
+            width=info.width,
+            height=info.height,
+            classes=areas,
+            nodata_pixels=self.products.nodata_pixels,
+            notes=info.notes + self.products.notes,
+            files=tuple(GeoFile(name=name, media_type=kind, data=_text(path)) for name, kind, path in others),
+        )
+
+
+def _area(area: ClassCount) -> str:
+    """Format an area, e.g. "water 20.0 % (1,254 ha)"."""
+    share = f"{area.name} {100 * area.share:.1f} %"
+    return share if area.hectares is None else f"{share} ({area.hectares:,.0f} ha)"
+
+
+def _text(path: Path) -> str:
+    """Encode a file in base64 piece by piece: one large piece would hold the interpreter's lock."""
+    with open(path, "rb") as file:
+        return "".join(
+            base64.b64encode(piece).decode("ascii") for piece in iter(lambda: file.read(PIECE), b"")
+        )

@@ -1,4 +1,4 @@
-"""Copy a request's raster (base64, bytes, address or path) into a spool file.
+"""Copy a request's raster (base64, bytes, address or path) into a spool file; `baton_fetch` guards addresses.
 
 The decoders get the name of that file, never a path or address of the client.
 """
@@ -7,18 +7,25 @@ from __future__ import annotations
 
 import asyncio
 import binascii
+import contextlib
 import os
 import re
 import ssl
 import stat
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
+from baton_fetch.addresses import AllowedHosts
+from baton_fetch.errors import FetchFailed, FetchRefused
+from baton_fetch.fetch import Fetcher, Resolver, system_resolver
 from baton_geo.contract import GeoRequest, quoted
 from baton_geo.errors import RequestInvalid, SourceFailed, SourceRefused
-from baton_geo.fetch import RasterFetcher, Resolver, system_resolver
 from baton_geo.settings import MIB, GeoSettings
 from baton_geo.spool import Spool, Spooled
+
+FIELD = "data.data"
+ACCEPT = "image/tiff, image/png, image/jpeg, */*;q=0.1"
 
 # Decoding holds the interpreter's lock: a piece of this size takes well under a millisecond.
 _BASE64_CHARACTERS = 256 * 1024
@@ -90,6 +97,86 @@ class Sources:
         return lambda spool: spool.fill(decoded(data))
 
 
+@contextlib.contextmanager
+def fetch_errors() -> Iterator[None]:
+    """Translate errors of `baton_fetch` into this plugin's."""
+    try:
+        yield
+    except FetchRefused as error:
+        raise _refused(error.reason) from None
+    except FetchFailed as error:
+        raise _failed(error.reason) from None
+
+
+class RasterFetcher:
+    """Fetches rasters; may be used by many requests at a time.
+
+    Args:
+        settings: allowed hosts and schemes, time and size limits.
+        resolver: resolves host names.
+        tls: trusted certificates; None: the system's authorities.
+
+    Raises:
+        ValueError: an entry of `allowed_hosts` is not a host.
+    """
+
+    def __init__(
+        self,
+        settings: GeoSettings,
+        *,
+        resolver: Resolver = system_resolver,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self._settings = settings
+        self._hosts = AllowedHosts(settings.allowed_hosts, "baton_geo.allowed_hosts")
+        self._fetcher = Fetcher(
+            self._hosts,
+            allow_http=settings.allow_http,
+            seconds=settings.fetch_seconds,
+            accept=ACCEPT,
+            agent="baton-geo",
+            resolver=resolver,
+            tls=tls,
+        )
+
+    async def fetch(self, url: str) -> Spooled:
+        """Fetch the file at an address to disk.
+
+        Raises:
+            SourceRefused: the address, or one it redirects to, is not allowed.
+            SourceFailed: the file could not be read, or not in time.
+            RasterTooLarge: the file is larger than `limits.file_bytes`.
+        """
+        settings = self._settings
+        with fetch_errors():
+            if not self._hosts:
+                raise FetchRefused(
+                    "this server fetches no addresses; send the raster itself (data_format b64_json)"
+                )
+            with Spool(settings.spool, settings.limits.file_bytes) as spool:
+                await self._fetcher.fetch(url, _ToDisk(spool))
+                return spool.finish()
+
+    def fetch_sync(self, url: str) -> Spooled:
+        """Fetch a file and block; for callers that cannot await."""
+        with ThreadPoolExecutor(1, thread_name_prefix="baton-geo-fetch") as pool:
+            return pool.submit(asyncio.run, self.fetch(url)).result()
+
+
+class _ToDisk:
+    """A spool as a sink of `baton_fetch`."""
+
+    def __init__(self, spool: Spool) -> None:
+        self._spool = spool
+
+    def expect(self, size: int) -> None:
+        self._spool.expect(size)
+
+    async def write(self, data: bytes) -> None:
+        # A full disk cache makes writes wait. This is the plugin's own loop, whose requests are few.
+        await asyncio.to_thread(self._spool.write, data)  # noqa: TID251
+
+
 def decoded(text: str) -> Iterator[bytes]:
     """Decode base64 piece by piece.
 
@@ -131,8 +218,8 @@ def _decode(piece: bytes) -> bytes:
 
 def _not_base64(reason: str) -> RequestInvalid:
     return RequestInvalid(
-        f"data.data: not base64 ({reason}); for an address or a path, set data_format to url or path",
-        param="data.data",
+        f"{FIELD}: not base64 ({reason}); for an address or a path, set data_format to url or path",
+        param=FIELD,
     )
 
 
@@ -207,8 +294,8 @@ def _outside(path: str) -> SourceRefused:
 
 
 def _refused(message: str) -> SourceRefused:
-    return SourceRefused(f"data.data: {message}", param="data.data")
+    return SourceRefused(f"{FIELD}: {message}", param=FIELD)
 
 
 def _failed(message: str) -> SourceFailed:
-    return SourceFailed(f"data.data: {message}", param="data.data")
+    return SourceFailed(f"{FIELD}: {message}", param=FIELD)

@@ -16,14 +16,21 @@ from pydantic_core import PydanticUndefined
 from support.geo_readme import README, blocks, rows, server_command
 
 from baton_geo.card import Band, Card, ClassLabel
-from baton_geo.contract import ClassArea, GeoAnswer, GeoFile, GeoOptions, GeoRequest
+from baton_geo.contract import (
+    BY_TYPE,
+    READERS,
+    ClassArea,
+    GeoAnswer,
+    GeoFile,
+    GeoOptions,
+    GeoRequest,
+    options_of_query,
+)
 from baton_geo.errors import GeoError
-from baton_geo.prithvi import PrithviConfig
-from baton_geo.queries import BY_TYPE, READERS, options_of_query
+from baton_geo.prithvi import PrithviConfig, card_of
 from baton_geo.raster.messages import NoteCode
 from baton_geo.raster.pixels.bands import KNOWN_BANDS
 from baton_geo.settings import GeoLimits, GeoSettings, geo_settings
-from baton_geo.tiles import card_of
 
 FOLDER = README.parent
 TEXT = README.read_text()

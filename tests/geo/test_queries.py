@@ -6,8 +6,8 @@ import datetime
 
 import pytest
 
+from baton_geo.contract import options_of_query
 from baton_geo.errors import RequestInvalid
-from baton_geo.queries import options_of_query
 
 
 def test_every_option_has_its_spelling() -> None:

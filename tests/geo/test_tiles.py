@@ -17,7 +17,7 @@ from baton_geo.errors import RasterUnusable, RequestInvalid
 from baton_geo.prithvi import PrithviConfig
 from baton_geo.raster.decoders import Decoders
 from baton_geo.raster.messages import SceneInfo, SceneRequest
-from baton_geo.tiles import Coordinates, prompt
+from baton_geo.scenes import Coordinates, prompt
 
 
 @pytest.fixture(scope="module")

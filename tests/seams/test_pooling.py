@@ -31,8 +31,8 @@ from baton.engines.vllm.classic_plugins import MOVED, classic_names
 from baton.engines.vllm.plugins import chosen_plugin, make_plugin, plugin_params
 from baton.errors import InvalidRequest, StartError
 from baton_geo import io_processor, register
+from baton_geo.model import TileItems, TileShapes
 from baton_geo.prithvi import PrithviConfig
-from baton_geo.processing import TileItems, TileShapes
 from baton_geo.registration import ARCHITECTURES, MODEL_TYPE, PrithviConfigParser
 
 

@@ -1,8 +1,10 @@
-"""Answer the gateway's questions about one scene, in the child process."""
+"""Answer the gateway's questions about one scene, in the child: read tiles, blend scores, write products."""
 
 from __future__ import annotations
 
+import os
 import socket
+import time
 import traceback
 import warnings
 from pathlib import Path
@@ -10,22 +12,33 @@ from typing import Any
 
 import numpy as np
 
-from baton_geo.errors import GeoError, RasterBroken, RasterTooLarge
-from baton_geo.raster import sandbox, wire
-from baton_geo.raster.job import SceneJob
-from baton_geo.raster.messages import SceneRequest
-from baton_geo.raster.pixels.grid import Floats
+from baton_geo.card import Card
+from baton_geo.errors import GeoError, RasterBroken, RasterTooLarge, RasterUnusable
+from baton_geo.raster import sandbox
+from baton_geo.raster.messages import PREVIEW, SceneInfo, SceneRequest, Tally, receive, send
+from baton_geo.raster.pixels.bands import choose_bands
+from baton_geo.raster.pixels.calibration import Conversion, conversion
+from baton_geo.raster.pixels.grid import Floats, Grid
+from baton_geo.raster.pixels.values import PixelCheck, Scaling
+from baton_geo.raster.products.output_files import Mosaic, ProductWriter
+from baton_geo.raster.products.preview import LONGEST, draw_preview, rgb_bands
+from baton_geo.raster.reading.geotiff import GeoTiff
+from baton_geo.raster.reading.headers import HEAD_BYTES, check_bands, check_file, check_memory, recognise
+from baton_geo.raster.reading.image import ImageSource
+from baton_geo.raster.reading.rows import Rows, Sample, Source, Thumbnail
 
 BYTES_EACH = 4  # per pixel and class, generously: a product has one
+SMALL = 2_000_000  # pixels times bands; a scene up to this size is checked whole before it is accepted
+NAME_LENGTH = 200  # characters of a band's name that are reported
+SPOTS = 4  # sampled along each axis of a larger scene
+SPOT = 64  # side of a sampled spot, pixels
+COSTLY_BYTES = 8 * 1024 * 1024  # to decode for one pixel; such a file is only checked while it is read
+SAMPLING_SECONDS = 0.4
+SAMPLED_SHARE = 0.5  # of the sampled pixels; the exact rule is applied while the scene is read
 
 
 class Child:
-    """The child's side of the socket.
-
-    Args:
-        sock: socket to the gateway.
-        raster: descriptor of the file.
-    """
+    """The child's side of the socket to the gateway; `raster` is the file's descriptor."""
 
     def __init__(self, sock: socket.socket, raster: int) -> None:
         self._sock, self._raster = sock, raster
@@ -38,13 +51,13 @@ class Child:
         try:
             job = self._open()
             while job is not None:
-                header, _ = wire.receive(self._sock, self._room)
+                header, _ = receive(self._sock, self._room)
                 self._answer(job, header)
         except (EOFError, BrokenPipeError, ConnectionResetError):
             return
 
     def _open(self) -> SceneJob | None:
-        header, _ = wire.receive(self._sock, self._room)
+        header, _ = receive(self._sock, self._room)
         request = SceneRequest.model_validate_json(header["request"])
         card = request.card
         self._scores = np.empty((len(card.classes), card.tile, card.tile), np.float32)
@@ -58,7 +71,7 @@ class Child:
         except Exception as error:  # noqa: BLE001  # the process's border: any error that a hostile file provokes is sent
             self._refuse(error)
             return None
-        wire.send(self._sock, {"info": job.info.model_dump_json()})
+        send(self._sock, {"info": job.info.model_dump_json()})
         return job
 
     def _answer(self, job: SceneJob, header: dict[str, Any]) -> None:
@@ -69,10 +82,10 @@ class Child:
                 case "read":
                     self._raise_failure()
                     tile = job.read(header["tile"])
-                    wire.send(self._sock, {}, b"" if tile is None else tile.data.cast("B"))
+                    send(self._sock, {}, b"" if tile is None else tile.data.cast("B"))
                 case "finish":
                     self._raise_failure()
-                    wire.send(self._sock, {"tally": job.finish().model_dump_json()})
+                    send(self._sock, {"tally": job.finish().model_dump_json()})
         except (EOFError, BrokenPipeError, ConnectionResetError):
             raise
         except Exception as error:  # noqa: BLE001  # as above
@@ -93,7 +106,7 @@ class Child:
         refusal = _as_refusal(error)
         detail = "" if refusal is error else "".join(traceback.format_exception(error))[-8000:]
         answer = {"code": refusal.code, "message": refusal.message, "param": refusal.param, "detail": detail}
-        wire.send(self._sock, {"error": answer})
+        send(self._sock, {"error": answer})
 
     def _room(self, length: int) -> memoryview:
         if length != self._scores.nbytes:
@@ -107,3 +120,184 @@ def _as_refusal(error: Exception) -> GeoError:
     if isinstance(error, MemoryError):
         return RasterTooLarge("the raster could not be decoded within the memory allowed")
     return RasterBroken("the raster could not be decoded")
+
+
+def open_source(fd: int, request: SceneRequest) -> Source:
+    """Open the raster in a file.
+
+    Raises:
+        NotARaster: the file is no GeoTIFF, PNG or JPEG.
+        RasterTooLarge: the file is larger than `limits.file_bytes`.
+        RasterBroken, RasterTooLarge, RasterUnusable: see `GeoTiff` and `ImageSource`.
+    """
+    check_file(os.fstat(fd).st_size, request)
+    kind = recognise(os.pread(fd, HEAD_BYTES, 0))
+    return GeoTiff(fd, request) if kind == "TIFF" else ImageSource(fd, kind, request)
+
+
+class SceneJob:
+    """Reads tiles, blends scores, writes products.
+
+    Args:
+        fd: descriptor of the raster.
+        folder: for the products.
+        request: outputs, limits and card of the request.
+
+    Attributes:
+        info: size, bands and place of the raster.
+
+    Raises:
+        GeoError: the raster is refused.
+    """
+
+    def __init__(self, fd: int, folder: Path, request: SceneRequest) -> None:
+        card = request.card
+        self._request, self._folder = request, folder
+        self._source = source = open_source(fd, request)
+        choice = choose_bands(source.bands, card, request.indices)
+        check_bands(len(choice.bands), request)
+        source.notes.extend(choice.notes)
+        itemsize = source.dtype.itemsize
+        check_memory(source.width, source.height, source.block_height, itemsize, len(choice.bands), request)
+        given = {"scale": request.scale, "offset": request.offset}
+        line = conversion(card, source.dtype, choice.bands, source.stated, **given)
+        source.notes.extend((*line.notes, *source.stated.notes))
+        self._offset_said = request.offset is not None or (
+            request.scale is None and any(source.stated.bands[band].offset for band in choice.bands)
+        )
+        self._check_sample(choice.bands, line)
+        self._check = self._new_check(line)
+        self._scaling = Scaling(card, line)
+        self._grid = Grid(source.width, source.height, card.tile, card.overlap)
+        sample = Sample(source.width, source.height, LONGEST)
+        self._thumbnail = Thumbnail(sample, rgb_bands(card) if request.preview else (), source.dtype)
+        self._rows = Rows(source, choice.bands, self._check, self._thumbnail)
+        self._unread = [len(self._grid.xs)] * len(self._grid.ys)
+        self._mosaic = Mosaic(self._grid, len(card.classes))
+        size = source.width, source.height
+        self._products = ProductWriter(folder, request, source.place, size, sample)
+        self.info = self._describe(choice.bands)
+
+    def read(self, tile: int) -> Floats | None:
+        """Read the model's input for a tile; None if all of it is nodata: the tile then counts as done.
+
+        Returns:
+            shape (bands, frames, tile, tile), float32.
+
+        Raises:
+            RasterBroken: the raster cannot be decoded.
+            RasterUnusable: too many values are out of range.
+        """
+        row, column = self._grid.place(tile)
+        keep = next(y for y, left in zip(self._grid.ys, self._unread, strict=True) if left)
+        y, x, side = self._grid.ys[row], self._grid.xs[column], self._grid.tile
+        raw, valid = self._rows.tile(y, x, side, keep)
+        self._unread[row] -= 1
+        if valid.any():
+            return self._scaling.tile(raw, valid, side)
+        self._mosaic.skip(tile)
+        self._flush()
+        return None
+
+    def write(self, tile: int, scores: Floats) -> None:
+        """Blend in the model's output: logits of shape (classes, tile, tile)."""
+        self._mosaic.add(tile, scores)
+        self._flush()
+
+    def finish(self) -> Tally:
+        """Write the products, once all tiles are done.
+
+        Raises:
+            RasterUnusable: every pixel is nodata, or the numbers are too small.
+        """
+        if not self._check.valid:
+            raise RasterUnusable(_all_nodata(self._request.card, self._check))
+        scale_said = self._request.scale is not None
+        self._check.judge_unit(scale_said=scale_said)
+        notes = self._check.notes(scale_said=scale_said, offset_said=self._offset_said)
+        del self._rows, self._mosaic  # frees their memory for the rest
+        areas, nodata_pixels = self._products.finish((*self._source.notes, *notes))
+        if self._request.preview:
+            preview = draw_preview(self._request.card, self._thumbnail, self._products.thumbnail, areas)
+            preview.save(self._folder / PREVIEW, optimize=True)
+        self._source.close()
+        return Tally(areas=areas, nodata_pixels=nodata_pixels, notes=tuple(notes))
+
+    def _flush(self) -> None:
+        for top, probabilities in self._mosaic.finished():
+            self._products.write(top, probabilities, self._rows.valid(top, len(probabilities)))
+
+    def _new_check(self, line: Conversion) -> PixelCheck:
+        source, card = self._source, self._request.card
+        of_card = source.nodata is None
+        nodata = card.nodata if of_card else source.nodata
+        pixels = source.width * source.height
+        return PixelCheck(card, source.dtype, line, nodata, nodata_of_card=of_card, pixels=pixels)
+
+    def _check_sample(self, bands: tuple[int, ...], line: Conversion) -> None:
+        """Refuse an unusable scene at once: small scenes are checked whole, others in spots."""
+        source = self._source
+        check = self._new_check(line)
+        whole = source.width * source.height * len(bands) <= SMALL
+        if source.first_look > COSTLY_BYTES and not whole:
+            return
+        until = time.monotonic() + SAMPLING_SECONDS
+        for top, left, rows, columns in _spots(source.width, source.height, whole):
+            raw = np.empty((rows, len(bands), columns), source.dtype)
+            source.read(top, left, bands, raw.transpose(1, 0, 2))
+            valid = check.find(raw)
+            hidden = source.hidden(top, left, rows, columns, bands)
+            check.count(raw, valid if hidden is None else valid & ~hidden)
+            if time.monotonic() > until and not whole:
+                break
+        if whole and not check.valid:
+            raise RasterUnusable(_all_nodata(self._request.card, check))
+        if whole:
+            check.judge(check.valid)
+            check.judge_unit(scale_said=self._request.scale is not None)
+        elif check.valid:
+            check.judge(check.valid, SAMPLED_SHARE)
+
+    def _describe(self, bands: tuple[int, ...]) -> SceneInfo:
+        source = self._source
+        names = [band.name for band in source.bands.bands]
+        return SceneInfo(
+            width=source.width,
+            height=source.height,
+            count=len(names),
+            dtype=str(source.dtype),
+            crs=source.place.crs,
+            transform=source.place.transform,
+            nodata=self._request.card.nodata if source.nodata is None else source.nodata,
+            names=tuple(name and name[:NAME_LENGTH] for name in names),
+            bands=bands,
+            tiles=len(self._grid),
+            latitude=source.place.latitude,
+            longitude=source.place.longitude,
+            acquired=source.acquired,
+            notes=tuple(source.notes),
+        )
+
+
+def _spots(width: int, height: int, whole: bool) -> list[tuple[int, int, int, int]]:
+    """List top, left, rows and columns of the spots to check."""
+    if whole:
+        return [(0, 0, height, width)]
+    rows, columns = min(SPOT, height), min(SPOT, width)
+    shares = [(2 * number + 1) / (2 * SPOTS) for number in range(SPOTS)]
+    return [
+        (int((height - rows) * down), int((width - columns) * across), rows, columns)
+        for down in shares
+        for across in shares
+    ]
+
+
+def _all_nodata(card: Card, check: PixelCheck) -> str:
+    rule = (
+        f" (the model takes {card.nodata:g} as nodata where a file states none)"
+        if card.nodata is not None
+        else ""
+    )
+    if check.fill:
+        rule += f"; numbers like {check.fill} are taken for fill values: is the unit another?"
+    return f"every pixel is nodata in at least one of the bands used, so there is nothing to classify{rule}"

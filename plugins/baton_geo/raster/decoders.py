@@ -1,17 +1,29 @@
-"""Open rasters, each in a child process of its own, and limit how many are open at a time."""
+"""Open rasters, each in a child process of its own, and limit how many are open at a time.
+
+The children are made by the fork server, which is started here and replaced when it has died.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
+import socket
+import subprocess
+import sys
 import threading
+import weakref
 from pathlib import Path
 
 from baton_geo.errors import DecoderBusy
-from baton_geo.raster.fork_server_process import ChildHandle, ForkServerLost, ForkServerProcess
 from baton_geo.raster.messages import SceneRequest
-from baton_geo.raster.open_scene import OpenScene
+from baton_geo.raster.open_scene import REAP_SECONDS, ChildHandle, ForkServerLost, OpenScene
+from baton_geo.raster.sandbox import QUIET_LIBRARIES
 from baton_spool import Naming, make
 
+logger = logging.getLogger(__name__)
+
+START_SECONDS = 60.0  # usually half a second; longer on a loaded machine
 SCENES = Naming("baton-geo-scene-", folders=True)
 ATTEMPTS = 2  # a fork server that died is replaced once per request
 
@@ -85,3 +97,109 @@ class Decoders:
             return self._fork_server.start_child(raster)
         finally:
             os.close(raster)
+
+
+class ForkServerProcess:
+    """A fork server that is restarted when it has died. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._closed = False
+        self._server = _Server()
+        self._finalizer = weakref.finalize(self, _Server.stop, self._server)
+
+    def start_child(self, raster: int) -> ChildHandle:
+        """Start a child on an open raster, whose descriptor the caller closes.
+
+        Raises:
+            ForkServerLost: the fork server died, and its replacement too.
+            RuntimeError: this object was closed.
+        """
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the decoders are closed")
+            try:
+                return self._server.start_child(raster)
+            except (OSError, EOFError):
+                self._renew()
+            try:
+                return self._server.start_child(raster)
+            except (OSError, EOFError):
+                raise ForkServerLost from None
+
+    def close(self) -> None:
+        """End the fork server and its children."""
+        with self._lock:
+            self._closed = True
+            self._finalizer()
+
+    def _renew(self) -> None:
+        self._finalizer()
+        logger.warning(
+            "the raster fork server ended with code %s; starting another", self._server.process.returncode
+        )
+        self._server = _Server()
+        self._finalizer = weakref.finalize(self, _Server.stop, self._server)
+
+
+class _Server:
+    """One fork server process; starting it does not wait until it is ready."""
+
+    def __init__(self) -> None:
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            package_root = str(Path(__file__).resolve().parents[2])
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "baton_geo.raster.fork_server", str(theirs.fileno())],
+                pass_fds=(theirs.fileno(),),
+                env={**QUIET_LIBRARIES, "PYTHONPATH": package_root, "LC_ALL": "C.UTF-8"},
+                cwd="/",
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                # Only the gateway acts on a terminal's interrupt. No session of its own: the kernel divides
+                # time between sessions (autogroup, sched(7)), and an engine in another one starved children.
+                process_group=0,
+            )
+        self._ready = False
+        self._owner = os.getpid()
+
+    def _wait_until_ready(self) -> None:
+        if self._ready:
+            return
+        self._control.settimeout(START_SECONDS)
+        if not self._control.recv(1):
+            raise EOFError
+        self._control.settimeout(None)
+        self._ready = True
+
+    def start_child(self, raster: int) -> ChildHandle:
+        """Start a child on an open raster.
+
+        Raises:
+            EOFError, OSError: the fork server died.
+            TimeoutError: the fork server did not start in time.
+        """
+        self._wait_until_ready()
+        ours, theirs = socket.socketpair()
+        lifeline, their_lifeline = socket.socketpair()
+        with theirs, their_lifeline:
+            try:
+                socket.send_fds(self._control, [b"c"], [theirs.fileno(), raster, their_lifeline.fileno()])
+            except OSError:
+                ours.close()
+                lifeline.close()
+                raise
+        return ChildHandle(ours, lifeline)
+
+    def stop(self) -> None:
+        """End the process; does nothing in a process forked from the gateway, which is not its parent."""
+        if os.getpid() != self._owner:
+            return
+        with contextlib.suppress(OSError):
+            self._control.shutdown(socket.SHUT_RDWR)
+        self._control.close()
+        try:
+            self.process.wait(REAP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()

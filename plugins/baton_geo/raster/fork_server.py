@@ -15,7 +15,6 @@ import os
 import select
 import signal
 import socket
-import struct
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,8 +25,8 @@ from rasterio._env import set_gdal_config
 
 from baton_geo.raster import sandbox
 from baton_geo.raster.child import Child
+from baton_geo.raster.messages import STATUS
 
-STATUS = struct.Struct("<i")
 READY = b"R"
 
 
@@ -72,11 +71,7 @@ def drop_drivers() -> None:
 
 
 class ForkServer:
-    """The loop that forks, watches and reaps children.
-
-    Args:
-        control: socket to the gateway.
-    """
+    """The loop that forks, watches and reaps children; `control` is the socket to the gateway."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control

@@ -9,10 +9,12 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,9 +22,18 @@ import numpy as np
 import numpy.typing as npt
 
 from baton_geo.errors import DecoderBusy, GeoError, RasterBroken, RasterTooLarge
-from baton_geo.raster import wire
-from baton_geo.raster.fork_server_process import ChildHandle, ForkServerLost
-from baton_geo.raster.messages import MASK, PREVIEW, PROBABILITIES, Products, SceneInfo, SceneRequest, Tally
+from baton_geo.raster.messages import (
+    MASK,
+    PREVIEW,
+    PROBABILITIES,
+    STATUS,
+    Products,
+    SceneInfo,
+    SceneRequest,
+    Tally,
+    receive,
+    send,
+)
 from baton_spool import Made
 
 logger = logging.getLogger(__name__)
@@ -30,9 +41,52 @@ logger = logging.getLogger(__name__)
 Reply = TypeVar("Reply", SceneInfo, Tally)
 Floats = npt.NDArray[np.float32]
 UNREAD, READ, DONE = 0, 1, 2  # states of a tile
+REAP_SECONDS = 10.0
 OPENING_FACTOR = 10  # seconds of wall time for one second of processor time that opening may take
 TOO_SLOW = (signal.SIGXCPU, signal.SIGALRM)
 OUT_OF_MEMORY = (signal.SIGKILL, signal.SIGABRT)  # by the kernel, and by C++ when an allocation fails
+
+
+class ForkServerLost(Exception):
+    """The fork server died, and its children with it."""
+
+
+@dataclass(frozen=True)
+class ChildHandle:
+    """A child, as the gateway controls it.
+
+    Attributes:
+        sock: carries questions and answers; see `messages`.
+        lifeline: kills the child when it is closed; receives the child's wait status.
+    """
+
+    sock: socket.socket
+    lifeline: socket.socket
+
+    def status(self, seconds: float = REAP_SECONDS) -> int | None:
+        """Wait `seconds` for the child to end, and return its wait status; None if the fork server died."""
+        self.lifeline.settimeout(seconds)
+        try:
+            data = self.lifeline.recv(STATUS.size)
+        except OSError:
+            return None
+        return int(STATUS.unpack(data)[0]) if len(data) == STATUS.size else None
+
+    def kill(self) -> None:
+        """Kill the child and wake a thread that waits for its answer. May be called again.
+
+        Sockets are shut down, not only closed: a process forked from the gateway may hold copies.
+        """
+        for sock in (self.sock, self.lifeline):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR if sock is self.sock else socket.SHUT_WR)
+
+    def close(self) -> None:
+        """Wait until the child is reaped, and free the sockets."""
+        self.kill()
+        self.status()
+        self.sock.close()
+        self.lifeline.close()
 
 
 class SceneClosed(Exception):
@@ -79,8 +133,8 @@ class OpenScene:
         limits = self._request.limits
         deadline = min(self._started + OPENING_FACTOR * limits.open_seconds, self._deadline)
         question = {"request": self._request.model_dump_json(), "folder": str(self._folder)}
-        with self._lock, self._translated(self._too_slow_to_open()):
-            wire.send(self._child.sock, question, deadline=deadline)
+        with self._lock, self._translated(self._too_slow_to_open):
+            send(self._child.sock, question, deadline=deadline)
             self.info = self._parsed(SceneInfo, "info", self._receive(deadline))
         if self.info.tiles > limits.tiles:
             raise RasterTooLarge(f"the scene has {self.info.tiles} tiles; at most {limits.tiles} are allowed")
@@ -106,7 +160,7 @@ class OpenScene:
         card = self._request.card
         with self._lock, self._translated():
             self._expect(tile, UNREAD)
-            wire.send(self._child.sock, {"do": "read", "tile": tile}, deadline=self._deadline)
+            send(self._child.sock, {"do": "read", "tile": tile}, deadline=self._deadline)
             pixels = np.empty((len(card.bands), card.frames, card.tile, card.tile), np.float32)
             body = self._receive(self._deadline, pixels.data.cast("B"))["body"]
             self._tiles[tile] = READ if body else DONE
@@ -137,7 +191,7 @@ class OpenScene:
         body = np.ascontiguousarray(scores).data.cast("B")
         with self._lock, self._translated():
             self._expect(tile, READ)
-            wire.send(self._child.sock, {"do": "write", "tile": tile}, body, deadline=self._deadline)
+            send(self._child.sock, {"do": "write", "tile": tile}, body, deadline=self._deadline)
             self._tiles[tile] = DONE
 
     def finish(self) -> Products:
@@ -152,7 +206,7 @@ class OpenScene:
             missing = len(self._tiles) - self._tiles.count(DONE)
             if missing:
                 raise ValueError(f"{missing} of {len(self._tiles)} tiles are not done")
-            wire.send(self._child.sock, {"do": "finish"}, deadline=self._deadline)
+            send(self._child.sock, {"do": "finish"}, deadline=self._deadline)
             tally = self._parsed(Tally, "tally", self._receive(self._deadline))
             return Products(
                 mask=self._product(MASK) if self._request.mask else None,
@@ -204,7 +258,7 @@ class OpenScene:
             raise RasterBroken("the raster could not be decoded") from None
 
     def _product(self, name: str) -> Path:
-        """Return the path of a file that the child wrote.
+        """Find a file that the child wrote.
 
         A child that a raster has taken over may have made a link instead: that is refused.
         """
@@ -222,7 +276,7 @@ class OpenScene:
             return body
 
         try:
-            answer, length = wire.receive(self._child.sock, room, deadline)
+            answer, length = receive(self._child.sock, room, deadline)
             refusal = _refusal(answer["error"]) if "error" in answer else None
         except (ValueError, KeyError, TypeError):  # a child that a raster has taken over may say anything
             self._child.kill()
@@ -232,11 +286,11 @@ class OpenScene:
         return answer | {"body": length > 0}
 
     @contextmanager
-    def _translated(self, late: GeoError | None = None) -> Iterator[None]:
+    def _translated(self, late: Callable[[], GeoError] | None = None) -> Iterator[None]:
         """Translate errors of the socket into what they mean for the request.
 
         Args:
-            late: raised when the deadline has passed; None: the request took too long.
+            late: makes the error of a deadline that has passed; None: the request took too long.
         """
         if self._closed or self._ended:
             raise SceneClosed
@@ -244,10 +298,13 @@ class OpenScene:
             yield
         except TimeoutError:
             self._child.kill()
-            limit = self._request.limits.seconds
-            raise late or RasterTooLarge(f"the raster took longer than the {limit:g} s allowed") from None
+            raise (late or self._too_slow)() from None
         except (EOFError, OSError):
             raise self._why_it_ended() from None
+
+    def _too_slow(self) -> RasterTooLarge:
+        seconds = self._request.limits.seconds
+        return RasterTooLarge(f"the raster took longer than the {seconds:g} s allowed")
 
     def _too_slow_to_open(self) -> RasterBroken:
         seconds = self._request.limits.open_seconds
@@ -268,16 +325,14 @@ class OpenScene:
             return self._too_slow_to_open()
         logger.warning("a raster child ended with wait status %d", status)
         if os.WIFSIGNALED(status) and os.WTERMSIG(status) in TOO_SLOW:
-            return RasterTooLarge(
-                f"the raster took longer than the {self._request.limits.seconds:g} s allowed"
-            )
+            return self._too_slow()
         if os.WIFSIGNALED(status) and os.WTERMSIG(status) in OUT_OF_MEMORY:
             return RasterTooLarge("the raster could not be decoded within the memory allowed")
         return RasterBroken("the raster could not be decoded: it is damaged in a way that stops the decoder")
 
 
 def _refusal(error: dict[str, Any]) -> GeoError:
-    """Return a refusal that the child sent as the exception that it was in the child."""
+    """Make of a refusal that the child sent the exception that it was in the child."""
     if error["detail"]:
         logger.warning("a raster child failed: %s", error["detail"])
     kinds = {kind.code: kind for kind in GeoError.__subclasses__()}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton_geo.prithvi.positions import CoordinateEncoder, grid_positions, resized_positions
+from baton_geo.prithvi.encoder import CoordinateEncoder, grid_positions, resized_positions
 
 
 def waves(dim: int, value: float) -> list[float]:

@@ -5,8 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton_geo.raster.pixels.grid import Floats, Grid
-from baton_geo.raster.products.mosaic import Mosaic, softmax
-from baton_geo.raster.products.output_files import most_likely
+from baton_geo.raster.products.output_files import Mosaic, most_likely, softmax
 
 grids = st.builds(
     lambda width, height, tile, share: Grid(width, height, tile, int(tile * share / 2)),

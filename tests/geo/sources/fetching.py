@@ -10,7 +10,7 @@ import pytest
 from geo.sources.hosts import Host, Names, left, settings
 
 from baton_geo.errors import GeoError
-from baton_geo.fetch import RasterFetcher
+from baton_geo.sources import RasterFetcher
 
 NAME = "rasters.example.org"
 

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from baton_geo.addresses import allowed_hosts, is_public, target_of
+from baton_fetch import addresses
+from baton_fetch.addresses import AllowedHosts, Target, is_public
 from baton_geo.errors import SourceRefused
+from baton_geo.settings import GeoSettings
+from baton_geo.sources import RasterFetcher, fetch_errors
 
-HOSTS = allowed_hosts(
+HOSTS = AllowedHosts(
     ["example.org", "*.tiles.example.net", "mirror.example.org:8443", "203.0.113.7", "[2001:db8::7]:8080"]
 )
+
+
+def target_of(url: str, *, allow_http: bool = True) -> Target:
+    """An address as a request's is taken: refusals are the plugin's own."""
+    with fetch_errors():
+        return addresses.target_of(url, HOSTS, allow_http=allow_http)
+
 
 TAKEN = [
     ("https://example.org/a.tif", ("https", "example.org", 443, "/a.tif", "example.org")),
@@ -35,7 +46,7 @@ TAKEN = [
 @pytest.mark.parametrize(("url", "parts"), TAKEN)
 def test_addresses_taken(url: str, parts: tuple[str, str, int, str, str]) -> None:
     """An allowed address must come apart as RFC 3986 says, its fragment left out."""
-    target = target_of(url, HOSTS, allow_http=True)
+    target = target_of(url)
     assert (target.scheme, target.host, target.port, target.path, target.authority) == parts
 
 
@@ -121,7 +132,7 @@ REFUSED = [
 def test_addresses_outside_the_list_are_refused(url: str) -> None:
     """Every other scheme, host, port and spelling must be refused, in a short message of plain text."""
     with pytest.raises(SourceRefused) as caught:
-        target_of(url, HOSTS, allow_http=True)
+        target_of(url)
     assert caught.value.param == "data.data"
     assert caught.value.message.isascii()
     assert caught.value.message.isprintable()
@@ -143,7 +154,7 @@ def test_addresses_outside_the_list_are_refused(url: str) -> None:
 def test_refusals_say_what_to_mend(url: str, said: str) -> None:
     """A person must be able to tell from the message which part of the address was refused."""
     with pytest.raises(SourceRefused) as caught:
-        target_of(url, HOSTS, allow_http=True)
+        target_of(url)
     assert said in caught.value.message
 
 
@@ -151,14 +162,14 @@ def test_refusals_say_what_to_mend(url: str, said: str) -> None:
 def test_plain_http_needs_the_operator() -> None:
     """Without `allow_http` only https is taken."""
     with pytest.raises(SourceRefused, match="use https"):
-        target_of("http://example.org/a", HOSTS, allow_http=False)
+        target_of("http://example.org/a", allow_http=False)
 
 
 @pytest.mark.fault("F6")
 def test_without_allowed_hosts_every_address_is_refused() -> None:
     """A server whose operator lists no host must take no address, and say what to send instead."""
     with pytest.raises(SourceRefused, match="send the raster itself"):
-        target_of("https://example.org/a", allowed_hosts([]), allow_http=True)
+        asyncio.run(RasterFetcher(GeoSettings()).fetch("https://example.org/a"))
 
 
 @pytest.mark.fault("F6")
@@ -168,7 +179,7 @@ def test_no_spelling_leads_to_another_host(tail: str) -> None:
     """Whatever is written, what comes out must be a host of the list at a port of the list."""
     for url in (tail, "https://" + tail, "https://example.org" + tail):
         try:
-            target = target_of(url, HOSTS, allow_http=True)
+            target = target_of(url)
         except SourceRefused:
             continue
         assert HOSTS.allows(target.host, target.port, {"https": 443, "http": 80}[target.scheme])
@@ -240,7 +251,7 @@ def test_addresses_that_are_not_public_are_recognised(text: str) -> None:
 
 def test_a_private_address_needs_its_own_entry() -> None:
     """A name may lead to a private address only where that address, at that port, is listed as well."""
-    hosts = allowed_hosts(["store.example.org:9000", "10.0.0.5:9000"])
+    hosts = AllowedHosts(["store.example.org:9000", "10.0.0.5:9000"])
     assert hosts.may_connect(ipaddress.ip_address("10.0.0.5"), 9000, 443)
     assert not hosts.may_connect(ipaddress.ip_address("10.0.0.5"), 443, 443)
     assert not hosts.may_connect(ipaddress.ip_address("10.0.0.6"), 9000, 443)
@@ -265,4 +276,4 @@ def test_a_private_address_needs_its_own_entry() -> None:
 def test_entries_that_are_no_hosts_are_the_operators_to_mend(entry: str) -> None:
     """A list entry that could never match must stop the start, not wait for a client to wonder."""
     with pytest.raises(ValueError, match=r"baton_geo\.allowed_hosts"):
-        allowed_hosts([entry])
+        RasterFetcher(GeoSettings(allowed_hosts=(entry,)))

@@ -11,7 +11,7 @@ from geo.sources.fetching import NAME, Setup
 from geo.sources.hosts import RASTER, left, page, redirect, settings
 
 from baton_geo.errors import SourceFailed, SourceRefused
-from baton_geo.fetch import RasterFetcher, system_resolver
+from baton_geo.sources import RasterFetcher, system_resolver
 
 
 def test_a_file_arrives_whole(at: Setup) -> None:

@@ -11,7 +11,7 @@ from geo.sources.fetching import NAME, Setup
 from geo.sources.hosts import RASTER, Handler, Page, left, page, redirect, settings
 
 from baton_geo.errors import RasterTooLarge, SourceFailed
-from baton_geo.fetch import RasterFetcher
+from baton_geo.sources import RasterFetcher
 
 
 def drip(handler: Handler) -> None:

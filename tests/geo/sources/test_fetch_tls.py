@@ -13,7 +13,7 @@ from geo.sources.fetching import NAME
 from geo.sources.hosts import RASTER, Host, Names, hosting, settings
 
 from baton_geo.errors import SourceFailed
-from baton_geo.fetch import RasterFetcher
+from baton_geo.sources import RasterFetcher
 
 pytestmark = pytest.mark.fault("F6")
 

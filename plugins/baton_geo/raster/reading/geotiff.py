@@ -1,10 +1,11 @@
-"""Read a GeoTIFF from a file descriptor, with GDAL's GTiff driver only."""
+"""Read a GeoTIFF with GDAL's GTiff driver only: pixels, place, and the tags about its numbers and bands."""
 
 from __future__ import annotations
 
 import math
 import os
 import re
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -20,13 +21,11 @@ from rasterio.windows import Window
 from baton_geo.errors import GeoError, RasterBroken, RasterTooLarge
 from baton_geo.raster.messages import SceneRequest, note
 from baton_geo.raster.pixels.areas import EllipsoidArea, PixelArea, PlaneArea, ellipsoid, ground_area
-from baton_geo.raster.pixels.bands import FileBands
-from baton_geo.raster.pixels.calibration import ScaleOffset, Stated
+from baton_geo.raster.pixels.bands import FileBand, FileBands, wavelength
+from baton_geo.raster.pixels.calibration import ProductUnit, ScaleOffset, Stated
 from baton_geo.raster.pixels.values import Pixels, Valid
-from baton_geo.raster.reading.headers import UNCOMPRESSED, check_tiff
-from baton_geo.raster.reading.source import Georeference
-from baton_geo.raster.reading.stated import read_band, read_product, read_stated
-from baton_geo.raster.reading.tiff import PlainTexts, TiffHeader
+from baton_geo.raster.reading.headers import UNCOMPRESSED, PlainTexts, TiffHeader, check_tiff
+from baton_geo.raster.reading.rows import Georeference
 
 # Not TIFFTAG_DATETIME, which is when the file was written.
 DATE_TAGS = (
@@ -48,6 +47,26 @@ COLOURS = (
 AREA_TOLERANCE = 0.01  # the plane of a projection may be this share off the ground without a word
 LEAST_FACTOR = 1e-4  # of ground to plane: nearer to the pole of a Mercator grid there are no scenes
 BROKEN = (RasterioError, CPLE_BaseError, ValueError, OSError)  # rasterio's errors for damaged files
+Tags = Mapping[str, str]
+VALUE_CHARACTERS = 4096  # characters of a tag's value
+# Since baseline 04.00 (January 2022) Sentinel-2's numbers are reflectance x 10000 + 1000; ESA calls the
+# offset RADIO_ADD_OFFSET (level 1C) and BOA_ADD_OFFSET (level 2A) in a product's own metadata.
+SHIFTED_SINCE = 4.0
+SENTINEL = re.compile(r"S2[A-D]_MSIL(1C|2A)_\d{8}T\d{6}_N(\d\d)(\d\d)_", re.ASCII)
+DATATAKE = re.compile(r"GS2[A-D]_\d{8}T\d{6}_\d{6}_N(\d\d\.\d\d)", re.ASCII)
+BASELINE = re.compile(r"\s*(\d{1,2}\.\d{1,2})\s*", re.ASCII)
+LANDSAT = re.compile(r"L([COTEM])0([4-9])_L(\d)([A-Z]{2})_\d{6}_\d{8}_\d{8}_(\d\d)_", re.ASCII)
+HLS = re.compile(r"HLS\.([SL])30\.", re.ASCII)
+PLATFORM = re.compile(r"(sentinel|landsat)[-_ ]?0?(\d)", re.IGNORECASE | re.ASCII)
+PLATFORM_TAGS = ("platform", "spacecraft", "satellite", "mission", "constellation")
+PREFIXED = re.compile(r"(\w+)=(.*)", re.DOTALL)
+SENTINEL_OFFSETS = ("boa_add_offset", "radio_add_offset")
+APPLIED = ("true", "1", "yes")
+NAME_CHARACTERS = 200
+# Ends of names of tags, without spaces and underscores.
+NAME_TAGS = ("bandname", "commonname")
+WAVELENGTH_TAGS = ("wavelength", "wavelengthum", "wavelengthnm")
+MICROMETRES_BELOW = 100.0  # no satellite band is at 100 nm, none used here at 100 micrometres
 
 
 def _iso(*parts: str | None) -> str | None:
@@ -303,3 +322,193 @@ def _refusal(error: BaseException, message: str) -> GeoError:
             return RasterTooLarge("the raster could not be decoded within the memory allowed")
         cause = cause.__cause__
     return RasterBroken(message)
+
+
+def read_band(name: str | None, tags: Tags, colour: str | None, *, alpha: bool) -> FileBand:
+    """Read what a file says of one band.
+
+    Args:
+        name: its description.
+        tags: of the band, of every domain.
+        colour: its colour interpretation.
+        alpha: whether the file marks it as the alpha band.
+    """
+    known = {re.sub(r"[\s_:]+", "", key): value for key, value in _plain(tags).items()}
+    name = name and name[:NAME_CHARACTERS]
+    names = tuple(
+        value[:NAME_CHARACTERS] for key, value in known.items() if key.endswith(NAME_TAGS) and value.strip()
+    )
+    stated = (
+        _nanometres(value[:NAME_CHARACTERS]) for key, value in known.items() if key.endswith(WAVELENGTH_TAGS)
+    )
+    said = (wavelength(text) for text in (name, *names) if text)
+    return FileBand(name, names, next((nm for nm in (*stated, *said) if nm), None), colour, alpha)
+
+
+def _nanometres(text: str) -> float | None:
+    """Read a wavelength with or without its unit: micrometres are small numbers."""
+    if (nm := wavelength(text)) is not None:
+        return nm
+    number = _number({"": text}, "")
+    if number is None or number <= 0:
+        return None
+    return number * 1000 if number < MICROMETRES_BELOW else number
+
+
+def read_product(tags: Tags) -> str | None:
+    """Return which of `bands.PRODUCTS` numbered the bands, if the file's tags say."""
+    plain = _plain(tags)
+    text = "\n".join(plain.values())
+    if (hls := HLS.search(text)) is not None:
+        return "Sentinel-2" if hls[1] == "S" else "Landsat 8-9"
+    if (landsat := LANDSAT.search(text)) is not None:
+        return _landsat(landsat[2]) if landsat[1] != "M" else None
+    if SENTINEL.search(text) or DATATAKE.search(text):
+        return "Sentinel-2"
+    for name, value in plain.items():
+        if any(part in name for part in PLATFORM_TAGS) and (found := PLATFORM.search(value)) is not None:
+            return (
+                _landsat(found[2])
+                if found[1].casefold() == "landsat"
+                else "Sentinel-2"
+                if found[2] == "2"
+                else None
+            )
+    return None
+
+
+def _landsat(number: str) -> str | None:
+    return "Landsat 8-9" if number in "89" else "Landsat 4-7" if number in "4567" else None
+
+
+def read_stated(
+    lines: Sequence[ScaleOffset], tags: Tags, band_tags: Sequence[Tags], *, integers: bool
+) -> Stated:
+    """Read the scales and offsets that a file states.
+
+    They are a band's scale and offset as GDAL knows them; the tags `scale_factor` and `add_offset`, of the
+    band or of the file; and of integers Sentinel-2's `BOA_ADD_OFFSET` and `RADIO_ADD_OFFSET`, which are in
+    the file's numbers, unless the file says that they are taken off. Two that differ are a conflict.
+
+    Args:
+        lines: scale and offset of each band, as GDAL knows them.
+        tags: of the file.
+        band_tags: of each band.
+        integers: whether the pixels are integers.
+    """
+    whole = _plain(tags)
+    each = [whole | _plain(own) for own in band_tags]
+    read = [_of_band(line, known, integers) for line, known in zip(lines, each, strict=True)]
+    removed = next((by for known in (whole, *each) if (by := _removed_by(known))), None)
+    shifted = integers and not removed
+    offsets = ("add_offset", *(SENTINEL_OFFSETS if shifted else ()))
+    without = any(_number(known, name) == 0 for known in each for name in offsets)  # a stated 0 is deliberate
+    left = next(
+        (name for known in each for name in SENTINEL_OFFSETS if removed and _number(known, name)), None
+    )
+    text = (
+        f"the file has {(left or '').upper()}, and says ({removed}) that the offset is taken off; none is "
+        "taken off"
+    )
+    return Stated(
+        tuple(line for line, _ in read),
+        None if without or removed else _product(whole, integers=integers),
+        tuple(conflict for _, conflict in read),
+        (note("offset_removed", text),) if left else (),
+    )
+
+
+def _plain(tags: Tags) -> dict[str, str]:
+    """Return tags by lower-case names without prefix: GDAL writes `s2:a=b` as tag `s2` with value `a=b`."""
+    plain = {}
+    for name, value in tags.items():
+        prefixed = PREFIXED.fullmatch(str(value)[:VALUE_CHARACTERS])
+        own, text = prefixed.groups() if prefixed else (str(name), str(value)[:VALUE_CHARACTERS])
+        plain[own.casefold().rpartition(":")[2]] = text
+    return plain
+
+
+def _of_band(line: ScaleOffset, tags: Tags, integers: bool) -> tuple[ScaleOffset, str]:
+    """Return a band's scale and offset, and what contradicts itself in them."""
+    removed = _removed_by(tags)
+    scales = {"GDAL": line.scale if line.scale != 1 else None, "scale_factor": _number(tags, "scale_factor")}
+    scale, conflict = _agreed("scale", scales)
+    scale = 1.0 if scale is None else scale
+    offsets = {"GDAL": line.offset or None, "add_offset": _number(tags, "add_offset")}
+    if integers and not removed:
+        offsets |= {name.upper(): _scaled(_number(tags, name), scale) for name in SENTINEL_OFFSETS}
+    offset, other = _agreed("offset", offsets)
+    if removed and offset:
+        other = f"the file states an offset of {offset:g}, and says ({removed}) that it is taken off already"
+    return ScaleOffset(scale, offset or 0.0), conflict or other
+
+
+def _scaled(number: float | None, scale: float) -> float | None:
+    return None if number is None else number * scale
+
+
+def _agreed(what: str, stated: Mapping[str, float | None]) -> tuple[float | None, str]:
+    """Return the first number that is stated, and a sentence if another one differs."""
+    known = {origin: number for origin, number in stated.items() if number is not None}
+    if not known:
+        return None, ""
+    (origin, first), *others = known.items()
+    for other, number in others:
+        if not math.isclose(first, number, rel_tol=1e-6):
+            return first, f"the file states two {what}s: {first:g} ({origin}) and {number:g} ({other})"
+    return first, ""
+
+
+def _number(tags: Tags, name: str) -> float | None:
+    try:
+        number = float(tags[name])
+    except (KeyError, ValueError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _removed_by(tags: Tags) -> str | None:
+    """Return the tag by which a provider, or HLS, says that Sentinel-2's offset is removed."""
+    if "hls_processing_time" in tags:
+        return "HLS_PROCESSING_TIME"
+    for name, value in tags.items():
+        if name.endswith("boa_offset_applied") and value.strip().casefold() in APPLIED:
+            return f"boa_offset_applied={value.strip()[:8]}"
+    return None
+
+
+def _product(tags: Tags, *, integers: bool) -> ProductUnit | None:
+    """Return the product that the tags name, if its numbers are not reflectance x 10000."""
+    text = "\n".join(tags.values())
+    if HLS.search(text):
+        return None
+    landsat = LANDSAT.search(text)
+    if landsat is not None and integers:
+        return _landsat_product(landsat)
+    for product, baseline in _baselines(tags, text):
+        if float(baseline) >= SHIFTED_SINCE:
+            name = f"{product} of processing baseline {baseline}"
+            return ProductUnit(name, "reflectance x 10000 + 1000", None, -0.1)
+    return None
+
+
+def _landsat_product(found: re.Match[str]) -> ProductUnit | None:
+    """Return the unit of collection 2's numbers; the name of collection 1's does not say its level."""
+    _, number, level, kind, collection = found.groups()
+    if collection == "01":
+        return None
+    name = f"Landsat {number} level {level} ({kind}) of collection {int(collection)}"
+    if level == "2":
+        return ProductUnit(name, "(reflectance + 0.2) / 0.0000275", 2.75e-5, -0.2)
+    return ProductUnit(name, "counts, by default (reflectance + 0.1) / 0.00002 (its MTL says)", 2e-5, -0.1)
+
+
+def _baselines(tags: Tags, text: str) -> Iterator[tuple[str, str]]:
+    """Yield every product and processing baseline that the tags name."""
+    for level, major, minor in SENTINEL.findall(text):
+        yield f"Sentinel-2 L{level}", f"{major}.{minor}"
+    for baseline in DATATAKE.findall(text):
+        yield "Sentinel-2", baseline
+    for name, value in tags.items():
+        if name.endswith("processing_baseline") and (own := BASELINE.fullmatch(value)) is not None:
+            yield "Sentinel-2", own[1]

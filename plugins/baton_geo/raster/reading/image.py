@@ -14,9 +14,8 @@ from baton_geo.raster.messages import SceneRequest, note
 from baton_geo.raster.pixels.bands import FileBand, FileBands
 from baton_geo.raster.pixels.calibration import ScaleOffset, Stated
 from baton_geo.raster.pixels.values import Pixels, Valid
-from baton_geo.raster.reading.headers import MEMORY_SHARE, check_image_model, check_size
-from baton_geo.raster.reading.magic import Kind
-from baton_geo.raster.reading.source import Georeference
+from baton_geo.raster.reading.headers import MEMORY_SHARE, Kind, check_image_model, check_size
+from baton_geo.raster.reading.rows import Georeference
 
 COPIES = 4  # of an image in memory while it is rotated and its alpha band separated
 BROKEN = (
