@@ -39,8 +39,8 @@ from servers import ENVIRONMENT, Server, free_port, machine
 
 from baton.models.catalog import FLOOD_TINY
 from baton.models.store import ModelStore
-from baton_geo.flood.scenes import make_scene
 from baton_geo.raster.pixels.grid import Grid
+from training.flood_scenes.scenes import make_scene
 
 MODEL = "flood-tiny"
 PLAIN = "plain vLLM, JSON"

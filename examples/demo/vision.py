@@ -28,7 +28,7 @@ from examples.demo.gateway import HEAD, OwnGateway, own_gateway
 MAPPER, LOOKER = "flood-tiny", "look-tiny"
 ENCODED = "baton_images_encoded_total"
 FILES = ("mask.tif", "preview.png")
-SCENE = ("-m", "baton_geo.flood.scene")
+SCENE = ("-m", "training.flood_scenes.scene")
 SEED, SIZE = 9107, 512  # which made-up scene, and its height and width in pixels
 MAX_TOKENS = 48
 WATCHER = ("watcher", "Describe the picture.")
@@ -111,7 +111,7 @@ async def _client(url: str) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def _draw_scene(target: Path) -> None:
-    """Have the geospatial plugin draw one of its made-up scenes, in a process of its own."""
+    """Draw one of the made-up scenes that the model was tested with, in a process of its own."""
     command = (*SCENE, str(target), "--seed", str(SEED), "--size", str(SIZE))
     process = await asyncio.create_subprocess_exec(
         sys.executable, *command, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE

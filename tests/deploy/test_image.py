@@ -105,7 +105,7 @@ def running(cpu_image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 def made_scene(folder: Path) -> bytes:
     """A GeoTIFF of 300 x 300 pixels."""
-    made = [sys.executable, "-m", "baton_geo.flood.scene", str(folder / "scene.tif"), "--size", "300"]
+    made = [sys.executable, "-m", "training.flood_scenes.scene", str(folder / "scene.tif"), "--size", "300"]
     subprocess.run(made, check=True, capture_output=True)
     return (folder / "scene.tif").read_bytes()
 

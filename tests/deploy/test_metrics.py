@@ -156,7 +156,7 @@ def test_prometheus_takes_every_expression(tmp_path: Path) -> None:
 def scraped(real_gateway: RealGateway, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
     """A Prometheus that has watched every kind of traffic on real engines."""
     folder = tmp_path_factory.mktemp("prometheus")
-    made = [sys.executable, "-m", "baton_geo.flood.scene", str(folder / "scene.tif"), "--size", "256"]
+    made = [sys.executable, "-m", "training.flood_scenes.scene", str(folder / "scene.tif"), "--size", "256"]
     subprocess.run(made, check=True, capture_output=True)
     with Prometheus(folder, real_gateway.url) as prometheus, real_gateway.client() as client:
         for number in range(ROUNDS):

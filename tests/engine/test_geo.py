@@ -23,7 +23,7 @@ from support.raster_host import RasterHost
 from support.rasters import RGB, geotiff, opened, written
 from support.torch_pipeline import torch_mask
 
-from baton_geo.flood.scenes import make_scene
+from training.flood_scenes.scenes import make_scene
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 

@@ -95,7 +95,16 @@ def test_a_handed_over_picture_answers_the_next_question(client: httpx.Client) -
 def test_one_call_from_a_scene_to_words(client: httpx.Client, tmp_path: Path) -> None:
     """A GeoTIFF is mapped and described, and who asks on needs neither it nor another look at it."""
     scene = tmp_path / "scene.tif"
-    draw = [sys.executable, "-m", "baton_geo.flood.scene", str(scene), "--seed", "9107", "--size", "256"]
+    draw = [
+        sys.executable,
+        "-m",
+        "training.flood_scenes.scene",
+        str(scene),
+        "--seed",
+        "9107",
+        "--size",
+        "256",
+    ]
     subprocess.run(draw, check=True, capture_output=True)
     before = encoded_by(client.get("/metrics").text, "look-tiny")
     chat = {"model": "look-tiny", "max_tokens": 32, "temperature": 0, "handoff": {"save": True}}

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from baton_geo.card import Band, Card, ClassLabel
-from baton_geo.flood.sensor import NODATA, UNIT
-from baton_geo.flood.spectra import BANDS
+from training.flood_scenes.sensor import NODATA, UNIT
+from training.flood_scenes.spectra import BANDS
 
 TILE: Final = 256
 OVERLAP: Final = 32

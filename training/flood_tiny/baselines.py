@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from baton_geo.flood.scenes import UNKNOWN, WATER
-from baton_geo.flood.sensor import UNIT
+from training.flood_scenes.scenes import UNKNOWN, WATER
+from training.flood_scenes.sensor import UNIT
 from training.flood_tiny.measure import Figures, Mask, Method, ScenesBySeed, draw_scenes, figures
 from training.flood_tiny.seeds import HELD_OUT_SEEDS, TRAINING_SEEDS
 

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from baton_geo.flood.scenes import UNKNOWN, WATER, SyntheticScene, make_scene
+from training.flood_scenes.scenes import UNKNOWN, WATER, SyntheticScene, make_scene
 
 Mask: TypeAlias = npt.NDArray[np.bool_]
 Method: TypeAlias = Callable[[npt.NDArray[np.int16]], Mask]

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import baton_geo
 from baton_geo.card import Card
-from baton_geo.flood.scenes import WATER
 from baton_geo.prithvi import PrithviConfig, PrithviSegmenter, load, read_checkpoint
+from training.flood_scenes.scenes import WATER
 from training.flood_tiny.measure import Mask
 
 SHIPPED: Final = Path(baton_geo.__file__).parent / "flood_tiny"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from baton_geo.flood.scenes import make_scene
+from training.flood_scenes.scenes import make_scene
 from training.flood_tiny.baselines import all_baselines, print_figures
 from training.flood_tiny.measure import Figures, Method, ScenesBySeed, draw_scenes, figures
 from training.flood_tiny.predict import Predictor

@@ -25,9 +25,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from baton_geo.card import Card
-from baton_geo.flood.scenes import UNKNOWN, WATER
-from baton_geo.flood.sensor import NODATA, UNIT
 from baton_geo.prithvi import PrithviConfig, PrithviSegmenter
+from training.flood_scenes.scenes import UNKNOWN, WATER
+from training.flood_scenes.sensor import NODATA, UNIT
 from training.flood_tiny.architecture import TILE, card, config_json
 from training.flood_tiny.measure import ScenesBySeed, draw_scenes
 from training.flood_tiny.predict import SHIPPED, normalised

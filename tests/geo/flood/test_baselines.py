@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from baton_geo.flood.scenes import LAND, UNKNOWN, WATER, SyntheticScene, make_scene
+from training.flood_scenes.scenes import LAND, UNKNOWN, WATER, SyntheticScene, make_scene
 from training.flood_tiny import baselines
 from training.flood_tiny.measure import figures
 from training.flood_tiny.seeds import HELD_OUT_SEEDS

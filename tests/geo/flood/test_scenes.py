@@ -7,7 +7,7 @@ import hashlib
 import numpy as np
 import pytest
 
-from baton_geo.flood.scenes import LAND, PHENOMENA, UNKNOWN, WATER, make_scene
+from training.flood_scenes.scenes import LAND, PHENOMENA, UNKNOWN, WATER, make_scene
 from training.flood_tiny.baselines import everything, ndwi
 from training.flood_tiny.measure import draw_scenes, figures
 from training.flood_tiny.seeds import HELD_OUT_SEEDS, TRAINING_SEEDS, VALIDATION_SEEDS

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from baton_geo.card import Card
-from baton_geo.flood.scenes import UNKNOWN, make_scene
-from baton_geo.flood.sensor import NODATA
 from baton_geo.prithvi import PrithviConfig, PrithviSegmenter
+from training.flood_scenes.scenes import UNKNOWN, make_scene
+from training.flood_scenes.sensor import NODATA
 from training.flood_tiny.architecture import card, config_json
 from training.flood_tiny.measure import figures
 from training.flood_tiny.predict import Predictor, normalised

@@ -15,13 +15,13 @@ from geo.raster.made import make_card, read_tiff, run, write_tiff
 
 from baton_geo.card import Band, Card
 from baton_geo.errors import GeoError, RasterUnusable, RequestInvalid
-from baton_geo.flood.scenes import SyntheticScene, make_scene
-from baton_geo.flood.sensor import NODATA
 from baton_geo.prithvi import PrithviSegmenter
 from baton_geo.raster.decoders import Decoders
 from baton_geo.raster.messages import SceneInfo, SceneRequest
 from baton_geo.raster.pixels.calibration import ScaleOffset, Stated, conversion
 from baton_geo.settings import GeoLimits
+from training.flood_scenes.scenes import SyntheticScene, make_scene
+from training.flood_scenes.sensor import NODATA
 from training.flood_tiny.measure import Figures, draw_scenes, figures
 from training.flood_tiny.predict import SHIPPED, Predictor
 from training.flood_tiny.seeds import HELD_OUT_SEEDS

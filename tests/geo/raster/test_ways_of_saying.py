@@ -20,9 +20,9 @@ from geo.raster.made import read_tiff, run, write_tiff
 
 from baton_geo.card import Card
 from baton_geo.errors import RasterUnusable
-from baton_geo.flood.scenes import UNKNOWN, WATER, make_scene
 from baton_geo.raster.decoders import Decoders
 from baton_geo.raster.messages import SceneRequest
+from training.flood_scenes.scenes import UNKNOWN, WATER, make_scene
 from training.flood_tiny.predict import SHIPPED, Predictor
 from training.flood_tiny.seeds import HELD_OUT_SEEDS
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from baton_geo.flood import spectra
-from baton_geo.flood.ground import Ground
-from baton_geo.flood.noise import Field, Shape, blur, fractal, grid, smoothstep
-from baton_geo.flood.random_streams import RandomStreams
+from training.flood_scenes import spectra
+from training.flood_scenes.ground import Ground
+from training.flood_scenes.noise import Field, Shape, blur, fractal, grid, smoothstep
+from training.flood_scenes.random_streams import RandomStreams
 
 Cells = npt.NDArray[np.int64]
 ROOF_SHARES = (0.3, 0.25, 0.25, 0.1, 0.1)  # in the order of spectra.ROOFS

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from baton_geo.flood import spectra
-from baton_geo.flood.noise import Field, Shape, blur, fractal, smoothstep
-from baton_geo.flood.random_streams import RandomStreams
+from training.flood_scenes import spectra
+from training.flood_scenes.noise import Field, Shape, blur, fractal, smoothstep
+from training.flood_scenes.random_streams import RandomStreams
 
 PIXEL_M = 10.0
 CAST_STEPS = 24  # pixels toward the sun within which higher ground casts a shadow

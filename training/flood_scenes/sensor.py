@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from baton_geo.flood.noise import Field, Shape, blur, grid
-from baton_geo.flood.random_streams import RandomStreams
+from training.flood_scenes.noise import Field, Shape, blur, grid
+from training.flood_scenes.random_streams import RandomStreams
 
 NODATA = -9999
 UNIT = 10_000  # digital numbers for a reflectance of 1

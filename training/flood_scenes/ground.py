@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from baton_geo.flood.noise import Field, Shape, covered, fractal, grid, shrink, smoothstep
-from baton_geo.flood.random_streams import RandomStreams
+from training.flood_scenes.noise import Field, Shape, covered, fractal, grid, shrink, smoothstep
+from training.flood_scenes.random_streams import RandomStreams
 
 FINE = 2  # shores are drawn at this many times the scene's resolution, then averaged
 WET_FILM_M = 0.04  # less water than this on the ground is mud, not water

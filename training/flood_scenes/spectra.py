@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 
-from baton_geo.flood.noise import Field
+from training.flood_scenes.noise import Field
 
 BANDS: Final = ("BLUE", "GREEN", "RED", "NIR_NARROW", "SWIR_1", "SWIR_2")
 

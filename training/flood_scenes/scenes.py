@@ -15,11 +15,11 @@ from typing import Final, get_args
 import numpy as np
 import numpy.typing as npt
 
-from baton_geo.flood import sky
-from baton_geo.flood.cover import surface_reflectance
-from baton_geo.flood.ground import draw_ground
-from baton_geo.flood.random_streams import Phenomenon, RandomStreams
-from baton_geo.flood.sensor import beyond_swath, digital, seams, seen_by_sensor
+from training.flood_scenes import sky
+from training.flood_scenes.cover import surface_reflectance
+from training.flood_scenes.ground import draw_ground
+from training.flood_scenes.random_streams import Phenomenon, RandomStreams
+from training.flood_scenes.sensor import beyond_swath, digital, seams, seen_by_sensor
 
 LAND, WATER, UNKNOWN = 0, 1, 255
 PHENOMENA: Final[tuple[Phenomenon, ...]] = get_args(Phenomenon)
