@@ -1,6 +1,13 @@
 """Check which URLs may be fetched: a strict syntax, an allow-list of hosts, and public IP addresses only.
 
-Nothing here opens a connection or resolves a name.
+Nothing here opens a connection or resolves a name. The errors of fetching:
+
+    FetchError
+    ├── FetchRefused   the URL, or one to which it redirects, is not allowed
+    └── FetchFailed    the URL is allowed, but the file could not be fetched
+
+Callers translate them to errors of their own. The messages are written for the client and contain no address
+of the server.
 """
 
 from __future__ import annotations
@@ -10,8 +17,6 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from urllib.parse import urlsplit
-
-from baton_fetch.errors import FetchRefused
 
 URL_CHARACTERS = 2048
 IP = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -44,6 +49,22 @@ _SPECIAL = tuple(
 _GLOBAL_V6 = ipaddress.ip_network("2000::/3")
 
 
+class FetchError(Exception):
+    """The base class of both; `reason` is for the client, and does not name the place in the request."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class FetchRefused(FetchError):
+    pass
+
+
+class FetchFailed(FetchError):
+    pass
+
+
 @dataclass(frozen=True)
 class Target:
     """The parts of a URL that may be fetched.
@@ -64,7 +85,7 @@ class Target:
 
     @property
     def authority(self) -> str:
-        """Return the value of the Host header."""
+        """The value of the Host header."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return host if self.port == PORTS[self.scheme] else f"{host}:{self.port}"
 
@@ -97,6 +118,7 @@ class AllowedHosts:
     """
 
     def __init__(self, entries: Iterable[str], setting: str = "allowed_hosts") -> None:
+        self.setting = setting
         self._rules = tuple(_rule(entry, setting) for entry in entries)
 
     def __bool__(self) -> bool:
@@ -130,11 +152,6 @@ def ip_of(host: str) -> IP | None:
 
 def target_of(url: str, hosts: AllowedHosts, *, allow_http: bool) -> Target:
     """Split a URL from a client or a redirect into its parts and check it.
-
-    Args:
-        url: the URL.
-        hosts: the operator's list.
-        allow_http: whether plain http is allowed.
 
     Raises:
         FetchRefused: the URL does not have the strict syntax, or its host is not in the list.

@@ -18,8 +18,17 @@ from urllib.parse import urljoin
 
 import httpx
 
-from baton_fetch.addresses import IP, PORTS, URL_CHARACTERS, AllowedHosts, Target, ip_of, target_of
-from baton_fetch.errors import FetchFailed, FetchRefused
+from baton_fetch.addresses import (
+    IP,
+    PORTS,
+    URL_CHARACTERS,
+    AllowedHosts,
+    FetchFailed,
+    FetchRefused,
+    Target,
+    ip_of,
+    target_of,
+)
 
 REDIRECTS = 5
 _ADDRESSES_TRIED = 4
@@ -172,8 +181,8 @@ class Fetcher:
         for address in addresses:
             if not self._hosts.may_connect(address, target.port, PORTS[target.scheme]):
                 raise FetchRefused(
-                    "the host's name leads to an address that is not a public one; "
-                    "such a host is fetched from only where the operator allows its IP address too"
+                    "the host resolves to a private address; "
+                    f"the operator has to add that address to {self._hosts.setting} too"
                 )
         return addresses[:_ADDRESSES_TRIED]
 

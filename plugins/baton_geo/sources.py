@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
-from baton_fetch.addresses import AllowedHosts
-from baton_fetch.errors import FetchFailed, FetchRefused
+from baton_fetch.addresses import AllowedHosts, FetchFailed, FetchRefused
 from baton_fetch.fetch import Fetcher, Resolver, system_resolver
 from baton_geo.contract import GeoRequest, quoted
 from baton_geo.errors import RequestInvalid, SourceFailed, SourceRefused

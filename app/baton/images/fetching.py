@@ -5,8 +5,7 @@ from __future__ import annotations
 from baton.config.groups import ImageSettings
 from baton.errors import ImageFetchFailed, ImageTooLarge, InvalidRequest, SettingsError
 from baton.images.reader import Fetch
-from baton_fetch.addresses import AllowedHosts
-from baton_fetch.errors import FetchFailed, FetchRefused
+from baton_fetch.addresses import AllowedHosts, FetchFailed, FetchRefused
 from baton_fetch.fetch import Fetcher, Resolver, system_resolver
 
 ACCEPT = "image/png, image/jpeg, image/webp, image/gif"
