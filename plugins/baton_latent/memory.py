@@ -64,7 +64,7 @@ class LatentMemory:
             self.layers_like(kv, block_size)
 
     def mix(self, mixtures: dict[int, tuple[Sequence[int], Sequence[float]]]) -> None:
-        """Let mixtures of token embeddings be inputs of the next forward pass; those before are forgotten.
+        """Set mixtures of token embeddings as inputs of the next forward pass; those before are forgotten.
 
         Args:
             mixtures: token ids and the weight of each, by the slot of a context's first token.

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from baton_stats.recent import Recent
-from baton_stats.series import StepSeries, process_families
+from baton_stats.series import Recent, StepSeries, process_families
 from baton_stats.steps import Step, StepClock
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Collapse expanded image placeholders in prompts, so that vLLM's processors can expand them again.
+"""Count and collapse image placeholders in prompts, so that vLLM's processors can expand them again. Pure.
 
 A prompt comes in one of two forms: as a user writes it (LLaVA: one placeholder an image; Fuyu: none), or
 *expanded*, with one placeholder for every embedding of an image, as the model takes it and as vLLM's answers
@@ -7,7 +7,9 @@ and handoffs contain it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
 
@@ -43,3 +45,32 @@ def drop_leading_grid(prompt: Sequence[int], token: int, newline: int, end: int)
     if length == 0 or list(prompt[length : length + 1]) != [end] or token in bare:
         raise ValueError("image tokens may only stand at the beginning of a prompt, where its image is")
     return bare
+
+
+@dataclass(frozen=True)
+class Canvas:
+    """The size that images are shrunk to, and the size of a patch, in pixels.
+
+    Attributes:
+        width: maximum width; larger images are shrunk in proportion.
+        height: maximum height, likewise.
+        patch_width: width of a patch.
+        patch_height: height of a patch.
+    """
+
+    width: int
+    height: int
+    patch_width: int
+    patch_height: int
+
+    def shrunk(self, width: int, height: int) -> tuple[int, int]:
+        """Return width and height after shrinking, rounded down as `FuyuImageProcessor.resize` does."""
+        if width <= self.width and height <= self.height:
+            return width, height
+        scale = min(self.height / height, self.width / width)
+        return int(width * scale), int(height * scale)
+
+    def patches(self, width: int, height: int) -> tuple[int, int]:
+        """Return the columns and rows of patches that cover an image; 0 if shrinking leaves no pixels."""
+        width, height = self.shrunk(width, height)
+        return math.ceil(width / self.patch_width), math.ceil(height / self.patch_height)

@@ -12,8 +12,8 @@ from baton_vision.contract import ARCHITECTURES
 logger = logging.getLogger("vllm.baton_vision")
 
 CLASSES = {
-    "BatonLlavaForConditionalGeneration": "baton_vision.llava_model:BatonLlavaForConditionalGeneration",
-    "BatonFuyuForCausalLM": "baton_vision.fuyu_model:BatonFuyuForCausalLM",
+    "BatonLlavaForConditionalGeneration": "baton_vision.llava:BatonLlavaForConditionalGeneration",
+    "BatonFuyuForCausalLM": "baton_vision.fuyu:BatonFuyuForCausalLM",
 }
 """Import path of each class; vLLM imports it when a configuration names it."""
 

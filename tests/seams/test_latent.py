@@ -28,11 +28,10 @@ from baton.engines.vllm.arguments import engine_args, placeholder_of
 from baton.errors import SettingsError
 from baton.models.store import ModelStore
 from baton_kv.settings import AVP_SETTINGS, ConnectorSettings
-from baton_latent import avp, batch, latent_overrides, latent_steps, models, register
+from baton_latent import batch, latent_overrides, models, register, registration
 from baton_latent.contract import LATENT_ARCHITECTURES, PLACEHOLDER_KEY
-from baton_latent.latent_steps import LatentSteps
 from baton_latent.memory import LatentMemory
-from baton_latent.models import BatonLatentLlamaForCausalLM
+from baton_latent.models import BatonLatentLlamaForCausalLM, LatentSteps
 
 
 def test_registering_twice_registers_once() -> None:
@@ -170,29 +169,29 @@ def test_the_model_refuses_what_it_cannot_do_right(changes: dict[str, Any], told
         part = SimpleNamespace(**values)
         return SimpleNamespace(parallel_config=part, model_config=part, **values)
 
-    latent_steps._require_supported(config(**usual))
+    models._require_supported(config(**usual))
     with pytest.raises(ValueError, match=told):
-        latent_steps._require_supported(config(**(usual | changes)))
+        models._require_supported(config(**(usual | changes)))
 
 
 @pytest.mark.parametrize("token", [-1, 100, "16", True, 1.5])
 def test_a_placeholder_is_a_token_of_the_model(token: object) -> None:
     model = SimpleNamespace(hf_config=SimpleNamespace(**{PLACEHOLDER_KEY: token}), get_vocab_size=lambda: 100)
     with pytest.raises(ValueError, match="must be a token id of the model"):
-        latent_steps._placeholder(model)
+        models._placeholder(model)
 
 
 def test_avp_s_variables_are_said_to_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    monkeypatch.setattr(avp.logger, "warning", lambda text, *words: told.append(text % words))
-    avp.warn_of_avp({"AVP_LATENT_STEPS": "20", "AVP_TARGET_MODEL": "", "PATH": "/bin"})
+    monkeypatch.setattr(registration.logger, "warning", lambda text, *words: told.append(text % words))
+    registration.warn_of_avp({"AVP_LATENT_STEPS": "20", "AVP_TARGET_MODEL": "", "PATH": "/bin"})
     assert len(told) == 1
     assert (
         "AVP_LATENT_STEPS is a variable of AVP and changes nothing here: each request asks for its steps"
         in told[0]
     )
-    readme = (Path(avp.__file__).parent / "README.md").read_text()
-    assert all(f"`{name}" in readme for name in avp.VARIABLES)
+    readme = (Path(registration.__file__).parent / "README.md").read_text()
+    assert all(f"`{name}" in readme for name in registration.VARIABLES)
 
 
 @pytest.mark.parametrize("name", AVP_SETTINGS)

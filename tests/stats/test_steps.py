@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client import CollectorRegistry
 
-from baton_stats.recent import Recent, percentile
-from baton_stats.series import BANDS, Families, StepSeries
+from baton_stats.series import BANDS, Families, Recent, StepSeries, percentile
 from baton_stats.steps import Phase, Spent, Step, StepClock
 
 

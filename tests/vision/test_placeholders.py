@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton_vision.grid import Canvas
-from baton_vision.placeholders import collapse_runs, drop_leading_grid
+from baton_vision.placeholders import Canvas, collapse_runs, drop_leading_grid
 
 IMAGE, NEWLINE, END = 7, 8, 9
 words = st.lists(st.integers(0, 6), max_size=6)

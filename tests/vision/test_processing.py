@@ -22,7 +22,7 @@ from vllm.multimodal.cache import MultiModalProcessorOnlyCache
 from vllm.tokenizers import cached_tokenizer_from_config
 
 from baton_vision import register
-from baton_vision.grid import Canvas
+from baton_vision.placeholders import Canvas
 
 pytestmark = pytest.mark.engine
 texts = st.text(st.characters(codec="ascii", categories=["L", "N", "P", "Zs"]), max_size=12)

@@ -40,7 +40,7 @@ once = dict(ModelRegistry.models)
 register()
 told["again"] = [name for name, model in ModelRegistry.models.items() if once.get(name) is not model]
 told["others"] = [name for name in before if name not in ours() and before[name] != models()[name]]
-told["imported"] = [name for name in sys.modules if name.startswith("baton_vision.") and name.endswith("_model")]
+told["imported"] = [name for name in sys.modules if name in ("baton_vision.llava", "baton_vision.fuyu")]
 try:
     import vllm.model_executor.models.llava
     told["vllm's own"] = "imports"
