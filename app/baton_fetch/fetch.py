@@ -65,12 +65,7 @@ class Fetcher:
     """Fetches files; many requests may use it at once.
 
     Args:
-        hosts: the operator's list of hosts.
-        allow_http: whether plain http is allowed.
         seconds: time limit for one file, including redirects.
-        accept: value of the Accept header.
-        agent: value of the User-Agent header.
-        resolver: resolves host names.
         tls: context with the trusted certificates; None for the usual authorities.
     """
 

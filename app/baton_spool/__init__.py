@@ -102,7 +102,6 @@ def make(folder: Path | None, naming: Naming) -> Made:
 
     Args:
         folder: the parent folder; None for the system's temporary folder.
-        naming: form of the name, and whether to create a folder.
 
     Raises:
         FolderRefused: see `opened`.

@@ -41,7 +41,6 @@ class TileShapes:
     vLLM runs several tiles in one step, so all tiles have the same shapes.
 
     Args:
-        config: of the model.
         tile: height and width of a tile, pixels.
     """
 

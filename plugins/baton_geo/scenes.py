@@ -184,9 +184,7 @@ def prompt(serial: int, pixels: NDArray[np.float32], fields: Mapping[str, torch.
     """Make vLLM's prompt for one tile.
 
     Args:
-        serial: of the tile, see `RunningScenes.serial`.
         pixels: (C, T, H, W) float32, normalised.
-        fields: dates and place, see `Coordinates`.
     """
     image = {"pixel_values": torch.from_numpy(pixels), **fields}
     return {

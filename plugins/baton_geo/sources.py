@@ -39,8 +39,6 @@ class Sources:
     """Writes requests' rasters to files; stateless, so many requests may use it at a time.
 
     Args:
-        settings: of the operator.
-        resolver: resolves host names.
         tls: trusted certificates; None: the system's authorities.
 
     Raises:
@@ -111,8 +109,6 @@ class RasterFetcher:
     """Fetches rasters; may be used by many requests at a time.
 
     Args:
-        settings: allowed hosts and schemes, time and size limits.
-        resolver: resolves host names.
         tls: trusted certificates; None: the system's authorities.
 
     Raises:

@@ -162,9 +162,6 @@ class Spool:
 def prepare_folder(folder: Path | None) -> None:
     """Check the folder for rasters and scenes, and remove those that killed processes left in it.
 
-    Args:
-        folder: the setting `spool`.
-
     Raises:
         ValueError: `folder` is no folder, a link, of another user, open to all, or not writable.
     """

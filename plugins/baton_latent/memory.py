@@ -15,11 +15,6 @@ import torch
 class LatentMemory:
     """The seeds for one engine's KV cache, and counters of latent steps.
 
-    Args:
-        width: hidden size of the model.
-        dtype: dtype of the hidden states.
-        device: device of the hidden states.
-
     Attributes:
         width: values of a seed.
         dtype: dtype of a seed.

@@ -190,10 +190,7 @@ class LatentSteps(torch.nn.Module):
         """Add to the counters.
 
         Args:
-            steps: latent steps of all requests together.
-            requests: number of requests with latent steps.
             passes: number of forward passes with latent tokens.
-            seconds: time of these passes.
         """
         self._memory.steps += steps
         self._memory.seconds += seconds

@@ -25,11 +25,7 @@ PERCENTILES = (50, 90, 99)
 
 
 class Families:
-    """The metric families. Dashboards depend on their names and labels.
-
-    Args:
-        registry: the registry to register them in.
-    """
+    """The metric families. Dashboards depend on their names and labels."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.queue = Histogram(
@@ -87,7 +83,6 @@ class StepSeries:
     """The series of one engine; they continue when the engine is restarted.
 
     Args:
-        families: the metric families.
         model_name: value of the label `model_name`, as in vLLM's own series.
         engine: index of the engine among those of one model.
     """
@@ -193,6 +188,5 @@ def percentile(ordered: list[float], at: int) -> float:
 
     Args:
         ordered: values in ascending order, at least one.
-        at: the percentile, 1 to 100.
     """
     return ordered[max(0, -(-at * len(ordered) // 100) - 1)]

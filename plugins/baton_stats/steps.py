@@ -76,7 +76,6 @@ class StepClock:
     """Computes the cost of each step of one engine.
 
     Args:
-        clock: returns seconds of a monotonic clock.
         ahead: whether the engine schedules the next step before it reports the last (`async_scheduling`).
     """
 

@@ -20,11 +20,7 @@ MAX_PROPORTION = 100
 
 
 class ImageParser(MultiModalDataParser):
-    """Accepts images of suitable sizes and refuses embeddings.
-
-    Args:
-        check: checks an image's size.
-    """
+    """Accepts images of suitable sizes and refuses embeddings."""
 
     def __init__(self, check: ImageCheck) -> None:
         super().__init__()
@@ -68,9 +64,6 @@ def require_tensor(found: object, shape: Sequence[int], dtype: torch.dtype, name
     """Refuse a processor's output that does not have the shape and dtype that the model takes.
 
     Args:
-        found: output of the image processor.
-        shape: the required shape.
-        dtype: the required dtype.
         name: what the output is, for the message.
 
     Raises:
@@ -91,7 +84,6 @@ def require_row(token: int, vocabulary: int) -> None:
     vLLM would serve it until a prompt with that token asks for `prompt_logprobs`, or contains it as text.
 
     Args:
-        token: id of the image token.
         vocabulary: rows of the embedding.
 
     Raises:

@@ -19,7 +19,6 @@ def collapse_runs(prompt: Sequence[int], token: int, length: int) -> list[int]:
     So a prompt may be expanded in part: a context from a handoff, followed by new text.
 
     Args:
-        prompt: token ids.
         token: id of the placeholder.
         length: placeholders of one expanded image.
 

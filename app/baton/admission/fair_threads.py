@@ -35,7 +35,6 @@ class FairThreads:
 
     Args:
         queue: gives the places; None: there is no limit.
-        name: of the threads.
         may_hang: the work may never end, as a plugin's: a cancelled request gives its place back, and the
             process does not wait for its threads.
 
@@ -60,9 +59,6 @@ class FairThreads:
         """Call `work` in a thread, once it is the tenant's turn, and return its result.
 
         Args:
-            tenant: whose turn it is.
-            work: what is done.
-            args: given to it.
             patient: nobody waits for it: it takes its turn however late that comes.
 
         Raises:
@@ -106,8 +102,6 @@ class _Call:
     """One call in a thread.
 
     Args:
-        work: what is called.
-        args: given to it.
         leave: gives its place back; called once.
     """
 

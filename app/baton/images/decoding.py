@@ -33,8 +33,6 @@ def decode_image(data: bytes, limits: ImageSettings, where: str) -> ClientImage:
     """Decode an image file; rewrite it if it is not upright, or in a mode that processors read differently.
 
     Args:
-        data: the file.
-        limits: of an image.
         where: the image's place in the request, for messages.
 
     Raises:

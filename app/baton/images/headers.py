@@ -38,7 +38,6 @@ def is_lossy(kind: str, data: bytes) -> bool:
 
     Args:
         kind: Pillow's name of the format.
-        data: the file.
     """
     return kind == "JPEG" or (kind == "WEBP" and LOSSY_WEBP in _webp_chunks(data))
 

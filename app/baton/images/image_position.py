@@ -1,4 +1,4 @@
-"""Say where an image stands in a prompt of token ids, and tell prompts with other images apart."""
+"""Place images in a prompt of token ids, so that prompts with other images differ."""
 
 from __future__ import annotations
 

@@ -85,7 +85,6 @@ def image_parts(value: Any, dialect: Dialect, where: str = "") -> Iterator[Image
 
     Args:
         value: the body, or a part of it.
-        dialect: the form of image parts on this route.
         where: the place of `value` in the body.
 
     Raises:

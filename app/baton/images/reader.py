@@ -55,10 +55,6 @@ class ImageReader:
     """Reads the images of all requests, a bounded number at once, shared fairly between tenants.
 
     Args:
-        settings: limits of images.
-        metrics: of images.
-        fetch: fetches an image by its URL.
-        queues: metrics of the images that wait.
         wait_s: seconds that an image may wait to be decoded.
     """
 
@@ -85,10 +81,6 @@ class ImageReader:
 
     async def read(self, parts: Sequence[ImagePart], tenant: str) -> list[ClientImage]:
         """Read the images of one request; return them in the same order.
-
-        Args:
-            parts: of the request's body.
-            tenant: of the request.
 
         Raises:
             BatonError: one of the images is refused; reading the others is cancelled.

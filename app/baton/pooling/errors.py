@@ -23,8 +23,6 @@ def client_error(error: BaseException, plugin: str, step: str, *, at_input: bool
     """Turn an exception of a plugin into its client's error; log it where the plugin itself failed.
 
     Args:
-        error: the exception.
-        plugin: name of the plugin.
         step: in which it was raised, for the log.
         at_input: whether the request was being parsed or prepared.
     """

@@ -112,7 +112,6 @@ class PluginProcessor:
     """The steps of one plugin, each run off the gateway's event loop.
 
     Args:
-        plugin: the engine's plugin.
         threads: threads that one tenant's synchronous hooks may take at once.
     """
 
@@ -376,7 +375,6 @@ class HookLoop:
     """The event loop of one plugin's coroutines, replaced when it is blocked.
 
     Args:
-        name: of the plugin.
         limit: blocked loops there may be; with more, requests are refused.
     """
 

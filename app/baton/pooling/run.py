@@ -128,7 +128,6 @@ class Runner:
 
         Args:
             work: the body of a JSON request, or an uploaded file.
-            context: our ids of the request.
             priority: of its prompts in the engine; lower is sooner.
             describe: whether `PluginAnswer.describe` will be called.
 
@@ -240,10 +239,7 @@ class Encoding:
     taken yet keeps its room: memory stays bounded however many prompts a request has.
 
     Args:
-        engine: encodes the prompts.
         prompts: made one after the other; closed by `close`.
-        params: vLLM's `PoolingParams` for each prompt.
-        context: of the request.
         priority: of each prompt; lower is sooner.
         room: prompts in the engine at once.
 
@@ -332,9 +328,6 @@ class PluginAnswer:
     """A plugin's answer to one request; the plugin keeps its files until `close` is called.
 
     Args:
-        processor: the plugin's hooks.
-        output: made by the plugin's last hook.
-        request_id: ours.
         deadline: until when the answer must be made, by the loop's clock.
         time_limit_s: the time limit that the deadline came from.
     """

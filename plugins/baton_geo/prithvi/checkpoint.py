@@ -92,7 +92,6 @@ def load(
     For a `PrithviEncoder` only the encoder's weights of a larger checkpoint are used.
 
     Args:
-        model: the model to load into.
         weights: names and tensors; a table under `state_dict` counts as its entries (vLLM passes a `.pt` file
             like that).
 

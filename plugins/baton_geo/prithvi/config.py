@@ -237,8 +237,6 @@ def check_necks(config: Mapping[str, Any], *, depth: int, times: int) -> None:
     """Refuse TerraTorch necks other than the FCN decoder's here, which takes the last block as an image.
 
     Args:
-        config: contents of config.json.
-        depth: number of the encoder's blocks.
         times: patches in time.
 
     Raises:

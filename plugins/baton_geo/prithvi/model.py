@@ -107,9 +107,6 @@ def head_inputs(config: DecoderConfig) -> int:
 class PrithviSegmenter(nn.Module):
     """A Prithvi-EO segmentation model, with TerraTorch's parameter names.
 
-    Args:
-        config: with a decoder, e.g. from `PrithviConfig.from_hf`.
-
     Raises:
         ValueError: the configuration has no decoder.
     """

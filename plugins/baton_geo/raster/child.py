@@ -138,11 +138,6 @@ def open_source(fd: int, request: SceneRequest) -> Source:
 class SceneJob:
     """Reads tiles, blends scores, writes products.
 
-    Args:
-        fd: descriptor of the raster.
-        folder: for the products.
-        request: outputs, limits and card of the request.
-
     Attributes:
         info: size, bands and place of the raster.
 

@@ -47,7 +47,6 @@ class Decoders:
 
         Args:
             file: path chosen by the server, never by a client; may be unlinked once this returns.
-            request: card, limits and outputs.
 
         Returns:
             The scene, a context manager that ends the child on exit.

@@ -159,9 +159,6 @@ def send(
     """Send one frame.
 
     Args:
-        sock: blocking, or with a deadline.
-        header: JSON-serialisable.
-        body: contiguous bytes.
         deadline: seconds on the monotonic clock; None: no limit.
 
     Raises:
@@ -198,7 +195,6 @@ def receive(
     """Receive a frame: return its header and the length of its body, which is in the buffer that `room` gave.
 
     Args:
-        sock: as in `send`.
         room: returns the buffer for a body of a length; raises ValueError for an unexpected length.
         deadline: as in `send`.
 

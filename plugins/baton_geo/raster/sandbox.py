@@ -105,10 +105,6 @@ def _limit(what: int, value: int) -> None:
 def confine_files(raster: int, folder: Path) -> bool:
     """Restrict this process by Landlock to one raster, one folder for writing, its own program, and no TCP.
 
-    Args:
-        raster: descriptor of the file.
-        folder: for the products.
-
     Returns:
         False if the kernel is older than 5.13 or has Landlock switched off.
     """

@@ -227,9 +227,6 @@ class LastingFileResponse(FileResponse):
     """A file response that releases its file once it was sent, or the client disconnected or was too slow.
 
     Args:
-        path: of the file.
-        media_type: of its content.
-        filename: the file name that the client is offered.
         release: called at the end.
         seconds: that sending may take.
     """

@@ -1,1 +1,1 @@
-"""Say what a raster's numbers mean: its bands, their units, which pixels are valid, their area and tiles."""
+"""Give a raster's numbers their meaning: bands, units, valid pixels, areas, tiles."""

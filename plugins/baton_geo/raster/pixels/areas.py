@@ -22,7 +22,6 @@ class PlaneArea:
     """Pixels of a projected grid: all have |det| of the transform times the square of the unit.
 
     Args:
-        transform: of the scene.
         metres: length of one unit of the CRS.
         factor: area on the ground, as a share of that.
     """

@@ -100,10 +100,7 @@ def conversion(
     """Find the conversion by the request, else by the file, else by the card alone.
 
     Args:
-        card: of the model.
-        dtype: of the file.
         bands: indices from 0 of the bands used, in the model's order.
-        stated: scales and offsets of the file.
         scale: of the request, one for all bands or one a band.
         offset: of the request, as `scale`.
 

@@ -33,12 +33,7 @@ NEGATIVE, NEGATIVE_SHARE = -0.02, 0.05
 
 
 class Scaling:
-    """The normalisation (raw * times + plus - mean) / std, as one multiplication and one addition.
-
-    Args:
-        card: of the model.
-        conversion: from the file's numbers to the units of the card's means.
-    """
+    """The normalisation (raw * times + plus - mean) / std, as one multiplication and one addition."""
 
     def __init__(self, card: Card, conversion: Conversion) -> None:
         self._frames, self._bands = card.frames, len(card.bands)
@@ -77,12 +72,8 @@ class PixelCheck:
     """Finds the pixels that hold data, and judges a scene's numbers by all of them.
 
     Args:
-        card: of the model.
-        dtype: of the file.
-        conversion: from the file's numbers to the units of the card's means.
         nodata: of the file, else of the card; NaN has no further effect.
         nodata_of_card: whether it is the card's.
-        pixels: of the scene.
 
     Attributes:
         valid: pixels that were counted as data.
@@ -181,7 +172,7 @@ class PixelCheck:
             self._found[look] += int(np.count_nonzero(any_band & valid))
 
     def notes(self, *, scale_said: bool, offset_said: bool) -> list[str]:
-        """Return what all pixels together say against the way the file was read.
+        """Note what all pixels together say against the way the file was read.
 
         Args:
             scale_said: whether the request has a scale: then it is meant.

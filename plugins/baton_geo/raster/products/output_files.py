@@ -62,7 +62,6 @@ class Mosaic:
         """Blend in one tile.
 
         Args:
-            tile: number of the tile.
             scores: logits, shape (classes, tile, tile), float32.
         """
         row, column = self._grid.place(tile)
@@ -132,8 +131,6 @@ class CloudOptimized:
     """One output file, written from top to bottom.
 
     Args:
-        path: of the finished file.
-        place: georeference of the scene.
         profile: `width`, `height`, `count`, `nodata`.
     """
 
@@ -172,11 +169,7 @@ class ProductWriter:
     """Takes finished rows of probabilities; keeps the counts and the files.
 
     Args:
-        folder: to write in.
-        request: outputs, limits and card of the request.
-        place: where the scene lies.
         size: width and height, pixels.
-        sample: the pixels of the thumbnail.
     """
 
     def __init__(

@@ -42,10 +42,7 @@ def draw_preview(
     """Draw the preview: RGBA, at most `LONGEST` pixels on its long side, nodata transparent.
 
     Args:
-        card: of the model.
-        scene: thumbnail of the scene.
         classes: the mask at the thumbnail's size.
-        areas: of the classes, for the legend.
     """
     colours = np.zeros((256, 3), np.float32)
     colours[: len(card.classes)] = [label.colour for label in card.classes]

@@ -85,7 +85,6 @@ class GeoTiff:
 
     Args:
         fd: the file, kept open by the caller.
-        request: outputs, limits and card of the request.
 
     Raises:
         RasterBroken: the file is damaged or truncated.
@@ -330,8 +329,6 @@ def read_band(name: str | None, tags: Tags, colour: str | None, *, alpha: bool) 
     Args:
         name: its description.
         tags: of the band, of every domain.
-        colour: its colour interpretation.
-        alpha: whether the file marks it as the alpha band.
     """
     known = {re.sub(r"[\s_:]+", "", key): value for key, value in _plain(tags).items()}
     name = name and name[:NAME_CHARACTERS]
@@ -392,9 +389,6 @@ def read_stated(
 
     Args:
         lines: scale and offset of each band, as GDAL knows them.
-        tags: of the file.
-        band_tags: of each band.
-        integers: whether the pixels are integers.
     """
     whole = _plain(tags)
     each = [whole | _plain(own) for own in band_tags]

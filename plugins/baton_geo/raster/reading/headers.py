@@ -158,10 +158,6 @@ class Layout:
 class TiffHeader:
     """Tags of the first image.
 
-    Args:
-        fd: open for reading.
-        size: of the file.
-
     Attributes:
         images: full-size images in the file, overviews and masks left out.
 
@@ -327,7 +323,6 @@ class PlainTexts(io.RawIOBase):
     """A file as it is, but for some bytes of its texts.
 
     Args:
-        fd: the file.
         texts: bytes to read instead of the file's, by their place.
     """
 
@@ -481,12 +476,8 @@ def check_memory(
     """Refuse a raster whose rows need more memory than a decoder has.
 
     Args:
-        width: of the scene, pixels.
-        height: of the scene, pixels.
         block_height: rows that are decoded together.
         itemsize: bytes per pixel and band.
-        bands: number of bands used.
-        request: outputs, limits and card of the request.
 
     Raises:
         RasterTooLarge: the raster is too wide, or its strips are too tall.

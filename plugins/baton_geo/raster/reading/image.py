@@ -40,8 +40,6 @@ class ImageSource:
 
     Args:
         fd: the file, kept open by the caller.
-        kind: PNG or JPEG.
-        request: outputs, limits and card of the request.
 
     Raises:
         RasterBroken: the file is damaged or truncated.

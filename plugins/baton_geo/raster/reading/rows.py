@@ -89,8 +89,6 @@ class Sample:
     """The pixels of a scene that make its thumbnail.
 
     Args:
-        width: of the scene, pixels.
-        height: of the scene, pixels.
         longest: longest side of the thumbnail, pixels.
 
     Attributes:
@@ -114,9 +112,7 @@ class Thumbnail:
     """A small version of some bands of a scene, filled while its rows are read.
 
     Args:
-        sample: the pixels to take.
         places: indices of the bands among those read.
-        dtype: of the file.
 
     Attributes:
         pixels: the file's numbers, shape (height, bands, width).
@@ -140,10 +136,7 @@ class Rows:
     """A window of rows that moves down a scene.
 
     Args:
-        source: the raster.
         bands: indices from 0, in the model's order.
-        check: finds the pixels that hold data, and counts what is odd.
-        thumbnail: filled while rows are read.
     """
 
     def __init__(
