@@ -14,6 +14,7 @@ from baton_geo.raster.pixels.bands import (
     choose_bands,
     normalised,
 )
+from baton_geo.raster.reading.geotiff import read_band, read_product
 
 RGB = (
     Band(name="BLUE", aliases=("B02",), mean=0, std=1),
@@ -157,6 +158,64 @@ def test_the_numbers_of_every_product(product: str) -> None:
         names = tuple(form.format(text if form == "{}" else text.removeprefix("b")) for text in known[::-1])
         file = FileBands(tuple(FileBand(name) for name in names), product)
         assert choose_bands(file, CARD, None).bands == (2, 1, 0), names
+
+
+@pytest.mark.fault("F9")
+@pytest.mark.parametrize(
+    ("names", "tags", "expected"),
+    [
+        # Landsat's level 2 is either generation's, unless a name or tag tells: as Sentinel-2's this was B, G, R
+        (("SR_B2", "SR_B3", "SR_B4"), {}, None),
+        (("SR_B1", "SR_B2", "SR_B3", "SR_B4"), {}, None),
+        (("SR_B1", "SR_B2", "SR_B3", "SR_B4", "SR_B5", "SR_B7"), {}, None),
+        (("sr_band1", "sr_band2", "sr_band3", "sr_band4"), {}, None),
+        (("mean_sr_b02", "mean_sr_b03", "mean_sr_b04"), {}, None),
+        (("SR_B4 (band 3)", "SR_B3", "SR_B2"), {"mission": "Landsat"}, None),
+        (("B4", "B3", "B2"), {"collection": "landsat-c2-l2"}, None),
+        (("LM05_B4", "LM05_B3", "LM05_B2"), {}, None),
+        (("B4", "B3", "B2"), {"SPACECRAFT_ID": "LANDSAT_1", "SENSOR_ID": "MSS"}, None),
+        (("B4", "B3", "B2"), {"sources": "", "PLATFORM": "landsat-7,landsat-8"}, None),
+        (("SR_B4", "SR_B3", "SR_B2", "SR_B6"), {"SENSOR_ID": "ETM"}, None),
+        # Landsat 8 and 9
+        (("SR_B4", "SR_B3", "SR_B2", "SR_B6"), {}, (2, 1, 0)),
+        (("sr_band4", "sr_band3", "sr_band2", "sr_band6"), {}, (2, 1, 0)),
+        (("SR_B4", "SR_B3", "SR_B2", "SR_QA_AEROSOL"), {}, (2, 1, 0)),
+        (("SR_B4", "SR_B3", "SR_B2", "ST_B10"), {}, (2, 1, 0)),
+        (("SR_B4", "SR_B3", "SR_B2"), {"LANDSAT_PRODUCT_ID": "LC09_L2SP_1"}, None),
+        (("SR_B4", "SR_B3", "SR_B2"), {"SPACECRAFT_ID": "LANDSAT_9"}, (2, 1, 0)),
+        (("SR_B4", "SR_B3", "SR_B2"), {"platform": "landsat-9", "constellation": "landsat"}, (2, 1, 0)),
+        (("LC08_SR_B4", "LC08_SR_B3", "LC08_SR_B2"), {}, (2, 1, 0)),
+        # Landsat 4 to 7
+        (("SR_B1", "SR_B2", "SR_B3", "SR_B4", "SR_CLOUD_QA"), {}, (0, 1, 2)),
+        (("SR_B1", "SR_B2", "SR_B3", "SR_B4", "ST_B6"), {}, (0, 1, 2)),
+        (("sr_band1", "sr_band2", "sr_band3", "sr_band4", "bt_band6"), {}, (0, 1, 2)),
+        (("B1", "B2", "B3", "B4", "B6_VCID_1"), {}, (0, 1, 2)),
+        (("SR_B1", "SR_B2", "SR_B3", "SR_B4"), {"instruments": '["tm"]'}, (0, 1, 2)),
+        (("LT05_B1", "LT05_B2", "LT05_B3", "LT05_B4"), {}, (0, 1, 2)),
+        (("SR_B1 Landsat 5", "SR_B2 Landsat 5", "SR_B3 Landsat 5"), {}, (0, 1, 2)),
+        # words and wavelengths tell bands where numbers do not
+        (("SR_B3 red", "SR_B2 green", "SR_B1 blue"), {}, (2, 1, 0)),
+        (("SR_B3 (660 nm)", "SR_B2 (560 nm)", "SR_B1 (485 nm)"), {}, (2, 1, 0)),
+        # Sentinel-2's, and plain numbers
+        (("B4", "B3", "B2"), {}, (2, 1, 0)),
+        (("S2_SR_B4", "S2_SR_B3", "S2_SR_B2", "S2_SR_B6"), {}, (2, 1, 0)),
+        (("B04", "B03", "B02"), {"platform": "sentinel-2b"}, (2, 1, 0)),
+        (("T33UTM_B04", "T33UTM_B03", "T33UTM_B02"), {}, (2, 1, 0)),
+    ],
+)
+def test_numbers_of_landsat_are_read_by_its_own_table_or_not_at_all(
+    names: tuple[str, ...], tags: dict[str, str], expected: tuple[int, ...] | None
+) -> None:
+    """Only where the generation is certain; else the bands are listed, and `indices` asked for."""
+    file = FileBands(
+        tuple(read_band(name, {}, None, alpha=False) for name in names), read_product(tags, names)
+    )
+    if expected is None:
+        with pytest.raises(RasterUnusable, match=r"the file has \d bands: 1 .*SR_B4 is RED.*indices"):
+            choose_bands(file, CARD, None)
+        assert choose_bands(file, CARD, (2, 1, 0)).bands == (2, 1, 0)
+    else:
+        assert choose_bands(file, CARD, None).bands == expected
 
 
 @pytest.mark.parametrize(

@@ -248,7 +248,74 @@ WAYS = {
     ),
     "Landsat 8's numbers, by SR_B6": Way(LANDSAT, names=said(OLI), line=(2.75e-5, -0.2)),
     "Landsat's numbers without SR_B6": Way(
-        LANDSAT, names=said(TM), line=(2.75e-5, -0.2), becomes="!is missing.*indices"
+        LANDSAT, names=said(TM), line=(2.75e-5, -0.2), becomes="!is missing.*SR_B4 is RED.*indices"
+    ),
+    "Landsat 7's numbers, asked": Way(
+        LANDSAT,
+        names=said(TM),
+        line=(2.75e-5, -0.2),
+        asked={"indices": tuple(SHUFFLED.index(band) for band in range(6))},
+    ),
+    "Landsat 7's numbers, by ST_B6": Way(
+        LANDSAT, names=(*said(TM), "ST_B6"), order=WITH_DECOYS[:7], line=(2.75e-5, -0.2)
+    ),
+    "Landsat 7's numbers with wavelengths": Way(
+        LANDSAT,
+        names=said(TM),
+        band_tags=nm(485, 560, 660, 860, 1650, 2220),
+        line=(2.75e-5, -0.2),
+        becomes="band_wavelength",
+    ),
+    "Landsat 8's numbers by colour, and their words": Way(
+        LANDSAT,
+        names=said(tuple(f"{number} ({name})" for number, name in zip(OLI, STAC, strict=True))),
+        line=(2.75e-5, -0.2),
+    ),
+    "SR_B6 of a Landsat 7": Way(
+        LANDSAT,
+        names=said(OLI),
+        tags={"LANDSAT_PRODUCT_ID": LE07},
+        line=(2.75e-5, -0.2),
+        becomes="!is missing.*SR_B4 is RED.*indices",
+    ),
+    "ESPA's names of Landsat 8": Way(
+        names=said(tuple(f"sr_band{number}" for number in range(2, 8))),
+    ),
+    "ESPA's names of Landsat 5": Way(
+        names=(*said(tuple(f"sr_band{number}" for number in (1, 2, 3, 4, 5, 7))), "bt_band6"),
+        order=WITH_DECOYS[:7],
+    ),
+    "ESPA's names of any": Way(
+        names=said(tuple(f"sr_band{number}" for number in (1, 2, 3, 4, 5, 7))),
+        becomes="!is missing.*SR_B4 is RED.*indices",
+    ),
+    "names of Landsat 7's files": Way(
+        LANDSAT, names=said(tuple(f"{LE07}_{number}" for number in TM)), line=(2.75e-5, -0.2)
+    ),
+    "names of two Landsats' files": Way(
+        LANDSAT,
+        names=(
+            *said(tuple(f"{LE07}_{number}" for number in TM))[:3],
+            *(f"{LC08}_{OLI[n]}" for n in (5, 3, 1)),
+        ),
+        line=(2.75e-5, -0.2),
+        becomes="!is missing.*SR_B4 is RED.*indices",
+    ),
+    "a Landsat and no more, plain numbers": Way(
+        names=("B2", "B3", "B4", "B8A", "B11", "B12"),
+        order=STRAIGHT,
+        tags={"constellation": "landsat"},
+        becomes="!is missing.*SR_B4 is RED.*indices",
+    ),
+    "plain numbers of Landsat 5, by its sensor": Way(
+        names=said(("B1", "B2", "B3", "B4", "B5", "B7")), tags={"SENSOR_ID": "TM"}
+    ),
+    "plain numbers of Landsat 9, by its sensor": Way(
+        names=said(("B2", "B3", "B4", "B5", "B6", "B7")), tags={"SENSOR_ID": "OLI_TIRS"}
+    ),
+    "Band 1 to Band 7 of Landsat 5": Way(
+        names=said(tuple(f"Band {number}" for number in (1, 2, 3, 4, 5, 7))),
+        tags={"SPACECRAFT_ID": "LANDSAT_5"},
     ),
     "Landsat 7's numbers": Way(
         LANDSAT, names=said(TM), tags={"LANDSAT_PRODUCT_ID": LE07}, line=(2.75e-5, -0.2)

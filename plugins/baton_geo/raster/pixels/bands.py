@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from baton_geo.card import Card
 from baton_geo.errors import RasterUnusable, RequestInvalid
@@ -39,6 +39,8 @@ class KnownBand:
 
 PRODUCTS = ("Sentinel-2", "Landsat 8-9", "Landsat 4-7")
 """Products that number their bands. HLS S30 numbers them as Sentinel-2 does, HLS L30 as Landsat 8-9."""
+UNCLEAR = "unclear"
+"""The product of a file that says Landsat but not which, or two products: its numbers mean no band."""
 
 KNOWN_BANDS = (
     KnownBand("COASTAL_AEROSOL", 443, ("coastal", "ultrablue"), ("b1", "b1", "")),
@@ -69,8 +71,7 @@ BROAD = ("NIR_BROAD", PANCHROMATIC)
 THERMAL_NM = 3000.0
 NUMBERED = re.compile(r"(?:srband|srb|b)0*(\d{1,2}a?)")  # not `band4`, which may be the file's fourth
 NUMBER = re.compile(r"b\d{1,2}a?")
-LANDSAT_8 = re.compile(r"SR_?B0?6", re.IGNORECASE)  # a name that no other product has
-WORDS = 8  # of a name that are looked at
+WORDS = 12  # of a name that are looked at
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class FileBands:
 
     Attributes:
         bands: in the file's order.
-        product: of `PRODUCTS`, whose numbers the names are; None: unknown.
+        product: of `PRODUCTS`, whose numbers the names are, or `UNCLEAR`; None: unknown.
         pages: further images in the file, which are not read.
     """
 
@@ -139,8 +140,6 @@ def choose_bands(file: FileBands, card: Card, indices: tuple[int, ...] | None) -
     """
     if indices is not None:
         return _by_index(file, card, indices)
-    if any(band.name and LANDSAT_8.fullmatch(band.name.strip()) for band in file.bands):
-        file = replace(file, product=file.product or "Landsat 8-9")
     wanted = [_identity(band.name, band.aliases) for band in card.bands]
     named = [_named_as(file, number, card) for number in range(len(file.bands))]
     by_wavelength = {
@@ -148,7 +147,8 @@ def choose_bands(file: FileBands, card: Card, indices: tuple[int, ...] | None) -
     }
     known = any(name in BY_NAME for name in wanted)
     speaks = any(name in wanted or (known and name in BY_NAME) for name in named)
-    if not speaks and not (known and by_wavelength):
+    unclear = known and file.product == UNCLEAR and any(map(_has_number, file.bands))
+    if not speaks and not unclear and not (known and by_wavelength):
         return _by_order(file, card)
     found = [
         [number for number, name in enumerate(named) if name == band] or _nearest(band, by_wavelength)
@@ -156,7 +156,7 @@ def choose_bands(file: FileBands, card: Card, indices: tuple[int, ...] | None) -
     ]
     if not all(found):
         first = next(number for number, matches in enumerate(found) if not matches)
-        raise RasterUnusable(_missing(file, card, first), param="indices")
+        raise RasterUnusable(_missing(file, card, first, unclear=unclear), param="indices")
     bands = _by_name(file, card, found)
     return BandChoice(bands, tuple(_notes(file, bands, wanted * card.frames)))
 
@@ -265,7 +265,7 @@ def _meaning(text: str, nm: float | None, file: FileBands, card: Card) -> tuple[
 
     Words of the card or the table come first, then the product's numbers, then Sentinel-2's.
     """
-    words = [word for word in re.split(r"[^a-z0-9]+", text.casefold()) if word][:WORDS]
+    words = _words(text)
     column = _column(file)
     numbers = {part for word in words if NUMBER.fullmatch(part := normalised(word))}
     own = {
@@ -278,13 +278,23 @@ def _meaning(text: str, nm: float | None, file: FileBands, card: Card) -> tuple[
         return name, True
     if column is not None and (name := _found(words, lambda part: _numbered(part, column))):
         return name, True
-    if name := _found(words, lambda part: own.get(part) or _numbered(part, 0)):
-        return name, column is not None
-    return None
+    name = _found(words, lambda part: own.get(part) or _numbered(part, 0))
+    if name is None or (file.product == UNCLEAR and name in BY_NAME):
+        return None
+    return name, column is not None
+
+
+def _words(text: str) -> list[str]:
+    return [word for word in re.split(r"[^a-z0-9]+", text.casefold()) if word][:WORDS]
+
+
+def _has_number(band: FileBand) -> bool:
+    texts = (_words(text or "") for text in (band.name, *band.tags))
+    return any(_found(words, lambda part: part if NUMBER.fullmatch(part) else None) for words in texts)
 
 
 def _column(file: FileBands) -> int | None:
-    return PRODUCTS.index(file.product) if file.product else None
+    return PRODUCTS.index(file.product) if file.product in PRODUCTS else None
 
 
 def _found(words: list[str], known: Callable[[str], str | None]) -> str | None:
@@ -361,7 +371,7 @@ def _notes(file: FileBands, bands: tuple[int, ...], wanted: list[str]) -> Iterat
         )
 
 
-def _missing(file: FileBands, card: Card, place: int) -> str:
+def _missing(file: FileBands, card: Card, place: int, *, unclear: bool = False) -> str:
     band = card.bands[place % len(card.bands)].name
     frame = f" of time step {place // len(card.bands) + 1}" if card.frames > 1 else ""
     taken = f"the model takes {_model_bands(card)}"
@@ -370,9 +380,15 @@ def _missing(file: FileBands, card: Card, place: int) -> str:
         if file.pages
         else ""
     )
+    numbers = (
+        "; its numbers are Landsat's (SR_B4 is RED of Landsat 8-9, NIR_NARROW of Landsat 4-7), and neither "
+        "tags (LANDSAT_PRODUCT_ID) nor names say of which alone"
+        if unclear
+        else ""
+    )
     return (
-        f"band {place + 1} '{band}'{frame} is missing; {_file_bands(file)}{pages}; {taken}; if the file has "
-        "them under other names, say which with indices, from 0 in this order"
+        f"band {place + 1} '{band}'{frame} is missing; {_file_bands(file)}{pages}{numbers}; {taken}; if the "
+        "file has them under other names, say which with indices, from 0 in this order"
     )
 
 

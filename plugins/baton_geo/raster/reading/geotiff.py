@@ -21,7 +21,7 @@ from rasterio.windows import Window
 from baton_geo.errors import GeoError, RasterBroken, RasterTooLarge
 from baton_geo.raster.messages import SceneRequest, note
 from baton_geo.raster.pixels.areas import EllipsoidArea, PixelArea, PlaneArea, ellipsoid, ground_area
-from baton_geo.raster.pixels.bands import FileBand, FileBands, wavelength
+from baton_geo.raster.pixels.bands import UNCLEAR, FileBand, FileBands, wavelength
 from baton_geo.raster.pixels.calibration import ProductUnit, ScaleOffset, Stated
 from baton_geo.raster.pixels.values import Pixels, Valid
 from baton_geo.raster.reading.headers import UNCOMPRESSED, PlainTexts, TiffHeader, check_tiff
@@ -56,9 +56,27 @@ SENTINEL = re.compile(r"S2[A-D]_MSIL(1C|2A)_\d{8}T\d{6}_N(\d\d)(\d\d)_", re.ASCI
 DATATAKE = re.compile(r"GS2[A-D]_\d{8}T\d{6}_\d{6}_N(\d\d\.\d\d)", re.ASCII)
 BASELINE = re.compile(r"\s*(\d{1,2}\.\d{1,2})\s*", re.ASCII)
 LANDSAT = re.compile(r"L([COTEM])0([4-9])_L(\d)([A-Z]{2})_\d{6}_\d{8}_\d{8}_(\d\d)_", re.ASCII)
-HLS = re.compile(r"HLS\.([SL])30\.", re.ASCII)
-PLATFORM = re.compile(r"(sentinel|landsat)[-_ ]?0?(\d)", re.IGNORECASE | re.ASCII)
-PLATFORM_TAGS = ("platform", "spacecraft", "satellite", "mission", "constellation")
+HLS = re.compile(r"HLS[._-]?([SL])30(?!\d)", re.ASCII)
+SENTINEL_2 = re.compile(r"sentinel[-_ ]?0?2", re.IGNORECASE | re.ASCII)
+PLATFORM_TAGS = (
+    "platform", "spacecraft", "satellite", "mission", "constellation", "sensor", "instrument", "collection"
+)  # fmt: skip
+# What says Landsat in lower-case platforms and names, and what one generation alone has. `SR_B4`, `sr_band4`
+# are Landsat's, but Earth Engine calls Sentinel-2 `S2_SR`.
+START = r"(?<![a-z0-9])"
+SR, ST = (rf"{START}(?<!s2[\W_]){kind}[\W_]?b(?:and)?[\W_]?0*" for kind in ("sr", "(?:st|bt)"))
+LANDSATS = re.compile(
+    rf"{START}(?:(?:landsat[-_ ]?|l[cote](?=0?[4-9]))0?([4-9])?|lm0?[1-5]|mss(?![a-z]))", re.ASCII
+)
+LANDSAT_NUMBER = re.compile(rf"{SR}\d|{ST}\d", re.ASCII)
+ONLY = {
+    "Landsat 8-9": re.compile(
+        rf"{SR}6(?!\d)|{ST}1[01](?!\d)|{START}(?:sr_(?:qa_)?aerosol|oli(?![a-z]))", re.ASCII
+    ),
+    "Landsat 4-7": re.compile(
+        rf"{ST}6(?!\d)|{START}(?:b0?6_vcid|sr_(?:atmos_opacity|cloud_qa)|e?tm(?![a-z]))", re.ASCII
+    ),
+}
 PREFIXED = re.compile(r"(\w+)=(.*)", re.DOTALL)
 SENTINEL_OFFSETS = ("boa_add_offset", "radio_add_offset")
 APPLIED = ("true", "1", "yes")
@@ -186,7 +204,8 @@ class GeoTiff:
             colour = kind.name if kind.name in COLOURS and not picture else None
             tags = {**data.tags(number), **data.tags(number, ns="IMAGERY")}
             bands.append(read_band(name or None, tags, colour, alpha=number == self._alpha))
-        return FileBands(tuple(bands), read_product(data.tags()), header.images - 1)
+        texts = [text for band in bands for text in (band.name, *band.tags) if text]
+        return FileBands(tuple(bands), read_product(data.tags(), texts), header.images - 1)
 
     def _stated(self) -> Stated:
         data = self._dataset
@@ -352,30 +371,30 @@ def _nanometres(text: str) -> float | None:
     return number * 1000 if number < MICROMETRES_BELOW else number
 
 
-def read_product(tags: Tags) -> str | None:
-    """Return which of `bands.PRODUCTS` numbered the bands, if the file's tags say."""
+def read_product(tags: Tags, names: Sequence[str]) -> str | None:
+    """Find which of `bands.PRODUCTS` numbered the bands, by the file's tags and the bands' names.
+
+    `UNCLEAR` if it is a Landsat that they do not tell, or they say two.
+    """
     plain = _plain(tags)
-    text = "\n".join(plain.values())
+    text = "\n".join((*plain.values(), *names))
     if (hls := HLS.search(text)) is not None:
         return "Sentinel-2" if hls[1] == "S" else "Landsat 8-9"
-    if (landsat := LANDSAT.search(text)) is not None:
-        return _landsat(landsat[2]) if landsat[1] != "M" else None
-    if SENTINEL.search(text) or DATATAKE.search(text):
-        return "Sentinel-2"
-    for name, value in plain.items():
-        if any(part in name for part in PLATFORM_TAGS) and (found := PLATFORM.search(value)) is not None:
-            return (
-                _landsat(found[2])
-                if found[1].casefold() == "landsat"
-                else "Sentinel-2"
-                if found[2] == "2"
-                else None
-            )
-    return None
+    platforms = [value for name, value in plain.items() if any(part in name for part in PLATFORM_TAGS)]
+    ids = (found[0] for found in LANDSAT.finditer(text))
+    said = "\n".join((*platforms, *ids, *names)).casefold()
+    products = {_landsat(number) for number in LANDSATS.findall(said)}
+    products |= {product for product, pattern in ONLY.items() if pattern.search(said)}
+    if SENTINEL.search(text) or DATATAKE.search(text) or any(map(SENTINEL_2.search, platforms)):
+        products.add("Sentinel-2")
+    elif not products and LANDSAT_NUMBER.search(said):
+        return UNCLEAR
+    sure = products - {UNCLEAR}
+    return sure.pop() if len(sure) == 1 else UNCLEAR if products else None
 
 
-def _landsat(number: str) -> str | None:
-    return "Landsat 8-9" if number in "89" else "Landsat 4-7" if number in "4567" else None
+def _landsat(number: str) -> str:
+    return ("Landsat 8-9" if number in "89" else "Landsat 4-7") if number else UNCLEAR
 
 
 def read_stated(
