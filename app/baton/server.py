@@ -50,8 +50,7 @@ from baton.http.routes import ROUTERS, metrics
 from baton.http.state import Gateway
 from baton.http.uvicorn_server import MetricsServer
 from baton.http.validation.trial_compile import TrialCompiler
-from baton.images.fetching import fetcher_of
-from baton.images.reader import ImageReader
+from baton.images.reader import ImageReader, fetcher_of
 from baton.pooling.run import Pooling
 from baton.responses.service import StoredResponses, response_threads
 from baton.responses.store import ResponseStore

@@ -13,7 +13,7 @@ from support.image_requests import LOOKS, PNG, URL, block, chat, post, refused, 
 from baton.config.groups import ImageSettings
 from baton.engines.fake.engine import FakeEngine
 from baton.errors import ImageFetchFailed, SettingsError
-from baton.images.fetching import fetcher_of
+from baton.images.reader import fetcher_of
 
 
 @pytest.fixture

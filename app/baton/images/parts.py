@@ -132,7 +132,7 @@ def listed_images(body: Json) -> Iterator[ImagePart]:
 
 
 def _is_call(part: Json, dialect: Dialect, where: str) -> bool:
-    """Return whether a part of a message is a model's tool call; elsewhere a `type` says nothing."""
+    """Check whether a part of a message is a model's tool call; elsewhere a `type` says nothing."""
     return dialect is Dialect.MESSAGES and ".content[" in where and part.get("type") == "tool_use"
 
 

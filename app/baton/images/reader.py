@@ -1,4 +1,4 @@
-"""Read the images of requests, from their data: URLs or by fetching, in threads shared between tenants."""
+"""Read the images of requests in threads that tenants share, from data: URLs or allowed hosts."""
 
 from __future__ import annotations
 
@@ -11,18 +11,29 @@ from collections.abc import Awaitable, Callable, Sequence
 from baton.admission.fair_queue import QueueLimits, watched_queue
 from baton.admission.fair_threads import FairThreads
 from baton.config.groups import ImageSettings
-from baton.errors import BatonError, GatewayOverloaded, ImageTooLarge, InvalidImage
+from baton.errors import (
+    BatonError,
+    GatewayOverloaded,
+    ImageFetchFailed,
+    ImageTooLarge,
+    InvalidImage,
+    InvalidRequest,
+    SettingsError,
+)
 from baton.images.client_image import ClientImage
 from baton.images.decoding import decode_image
 from baton.images.parts import ImagePart
 from baton.telemetry.image_metrics import ImageMetrics
 from baton.telemetry.queues import QueueMetrics
+from baton_fetch.addresses import AllowedHosts, FetchFailed, FetchRefused
+from baton_fetch.fetch import Fetcher, Resolver, system_resolver
 
 Fetch = Callable[[str, str], Awaitable[bytes]]
 """Fetches the file at a URL; the second argument is the image's place in the request, for messages."""
 
 DATA = "data:"
 RETRY_AFTER_S = 5
+ACCEPT = "image/png, image/jpeg, image/webp, image/gif"
 
 
 class ImageBudget:
@@ -141,7 +152,7 @@ def _not_fetched(_waited_s: float | None) -> BatonError:
 
 
 def decoded_url(url: str, settings: ImageSettings, where: str) -> bytes:
-    """Return the bytes of a `data:` URL; its media type is ignored, for the bytes tell the format.
+    """Decode a `data:` URL; its media type is ignored, for the bytes tell the format.
 
     Raises:
         InvalidImage: the URL is not in base64.
@@ -164,3 +175,72 @@ def decoded_url(url: str, settings: ImageSettings, where: str) -> bytes:
             f"{where}: what follows 'base64,' is not base64 (RFC 4648, padded, without line breaks).",
             param=where,
         ) from None
+
+
+class ImageBuffer:
+    """Collects a fetched file in memory, up to a limit.
+
+    Args:
+        limit: bytes at most.
+        where: the image's place in the request, for messages.
+    """
+
+    def __init__(self, limit: int, where: str) -> None:
+        self.data = bytearray()
+        self._limit = limit
+        self._where = where
+
+    def expect(self, size: int) -> None:
+        """Check the size that the file will have.
+
+        Raises:
+            ImageTooLarge: `size` is above the limit.
+        """
+        if size > self._limit:
+            raise ImageTooLarge(
+                f"{self._where}: the image file at this URL has more than {self._limit} bytes "
+                "(setting images.file_bytes).",
+                param=self._where,
+            )
+
+    async def write(self, data: bytes) -> None:
+        self.expect(len(self.data) + len(data))
+        self.data += data
+
+
+def fetcher_of(settings: ImageSettings, resolver: Resolver = system_resolver) -> Fetch:
+    """Make the function that fetches an image by its URL.
+
+    It raises `InvalidRequest` (the URL is not allowed), `ImageFetchFailed` or `ImageTooLarge`.
+
+    Raises:
+        SettingsError: an entry of `images.allowed_hosts` is no host.
+    """
+    try:
+        hosts = AllowedHosts(settings.allowed_hosts, "images.allowed_hosts")
+    except ValueError as error:
+        raise SettingsError(str(error)) from None
+    fetcher = Fetcher(
+        hosts,
+        allow_http=settings.allow_http,
+        seconds=settings.fetch_s,
+        accept=ACCEPT,
+        agent="baton",
+        resolver=resolver,
+    )
+
+    async def fetch(url: str, where: str) -> bytes:
+        if not hosts:
+            raise InvalidRequest(
+                f"{where}: this server fetches no images by URL; send the image as a data: URL.", param=where
+            )
+        file = ImageBuffer(int(settings.file_bytes), where)
+        try:
+            await fetcher.fetch(url, file)
+        except FetchRefused as error:
+            raise InvalidRequest(f"{where}: {error.reason}.", param=where) from None
+        except FetchFailed as error:
+            raise ImageFetchFailed(f"{where}: {error.reason}.", param=where) from None
+        return bytes(file.data)
+
+    return fetch
