@@ -13,7 +13,6 @@ import pytest
 
 from baton.config.groups import PoolingSettings
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
-from baton.pooling import plugin as hooks
 from support.gateways import FakeGateway, run_fake
 from support.sample_plugins import plugin
 from support.wire import connect
@@ -28,8 +27,8 @@ def served(instance: Any, behaviour: FakeBehaviour | None = None, **pooling: Any
 
 def notice_blocked_loops_soon(monkeypatch: pytest.MonkeyPatch) -> float:
     """After how many seconds from now on a plugin's loop that blocks is left to the request that blocks it."""
-    monkeypatch.setattr(hooks, "HEARTBEAT_S", 0.02)
-    monkeypatch.setattr(hooks, "STALLED_S", 0.2)
+    monkeypatch.setattr("baton.pooling.plugin.HEARTBEAT_S", 0.02)
+    monkeypatch.setattr("baton.pooling.plugin.STALLED_S", 0.2)
     return 0.3
 
 

@@ -22,8 +22,6 @@ TEXT_SIZE, LINE, MARGIN, SWATCH, COLUMN = 15, 24, 12, 14, 250  # of the legend, 
 PAPER, INK, QUIET = (255, 255, 255, 255), (33, 37, 41, 255), (108, 117, 125, 255)
 COLOURS = ("red", "green", "blue")
 
-Colours = npt.NDArray[np.uint8]
-
 
 def rgb_bands(card: Card) -> tuple[int, ...]:
     """Return the indices of red, green and blue in the last time step; empty if the model lacks one."""
