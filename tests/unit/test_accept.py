@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from starlette.datastructures import Headers
 
-from baton.http.accept import chosen, wanted_types
+from baton.http.routes.pooling import chosen, wanted_types
 
 OFFERED = ["image/tiff", "image/png", "application/json"]
 

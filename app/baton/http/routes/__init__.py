@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from baton.http.routes import handoffs, openai, operations, plugins, pooling, responses
+from baton.http.routes import handoffs, openai, operations, pooling, responses
 
 ROUTERS = (
     openai.router,
@@ -13,6 +13,5 @@ ROUTERS = (
     pooling.router,
     handoffs.router,
     operations.router,
-    plugins.router,
     operations.docs_router,
 )

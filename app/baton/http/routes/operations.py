@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,8 +11,9 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import FileResponse, JSONResponse, RedirectResponse
 
 from baton import __version__
+from baton.engines.installed_plugins import installed_plugins, running_platform
 from baton.errors import ModelNotFound, NotFound
-from baton.http.request import Gateway, context_of, gateway_of
+from baton.http.request import Gateway, context_of, gateway_of, in_a_thread
 
 # Report health and version. These are the only routes that need no API key.
 
@@ -158,3 +161,49 @@ async def show_peer(
         "handoff": found is not None and found.supports_handoffs,
         "store": await gateway.library.proof(challenge, context_of(request).tenant),
     }
+
+
+# Serve `GET /v1/plugins`: the installed vLLM plugins, and why one is not used.
+
+
+PLATFORMS = "vllm.platform_plugins"
+IO_PROCESSORS = "vllm.io_processor_plugins"
+BY_IMPORT = ("vllm.general_plugins", "vllm.stat_logger_plugins")
+"""Groups whose plugins vLLM loads by itself with the first engine, in this process too."""
+
+
+@router.get("/v1/plugins")
+async def list_plugins(request: Request) -> dict[str, Any]:
+    """List the installed plugins of all of vLLM's groups, with the engines that use each IO processor."""
+    return await in_a_thread(request, partial(_list, request))
+
+
+def _list(request: Request) -> dict[str, Any]:
+    users: dict[str, list[str]] = {}
+    for engine in gateway_of(request).fleet.engines:
+        if engine.plugin is not None:
+            users.setdefault(engine.plugin.name, []).append(engine.name)
+    rows = [plugin.row() for plugin in installed_plugins()]
+    for row in rows:
+        if row["group"] == IO_PROCESSORS:
+            row["engines"] = users.get(str(row["name"]), [])
+        reason = _unused(row)
+        if row["loaded"] and reason:
+            row["loaded"], row["reason"] = False, reason
+    return {"object": "list", "data": rows}
+
+
+def _unused(row: dict[str, object]) -> str:
+    """Return why a plugin that vLLM could load is not used; empty if it is used."""
+    group, module = row["group"], str(row["value"]).partition(":")[0]
+    if group in BY_IMPORT and module not in sys.modules:
+        return "no engine here has loaded it, or it failed; see the log"
+    if group == PLATFORMS and _package(running_platform() or "") != _package(module):
+        return "vLLM runs on another platform here"
+    if group == IO_PROCESSORS and not row["engines"]:
+        return "no engine uses it"
+    return ""
+
+
+def _package(module: str) -> str:
+    return module.partition(".")[0]
