@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from support.gateways import FakeGateway, run_fake
 from support.handoff_requests import leave, post
+from support.sample_plugins import plugin
 
 from baton.engines.fake.engine import FakeEngine
 from baton.http.answer import MEDIA
 from baton.images.parts import IMAGES, OTHER_TYPES
+from baton_geo.plugin import GeoProcessor
+from training.flood_tiny.predict import SHIPPED
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = tuple(str(ROOT / folder) for folder in ("app", "connectors", "plugins"))
 CHAT = {"model": "plain", "messages": [{"role": "user", "content": "1 2"}], "max_tokens": 1}
-BUDGETS = {"chat": 24, "save": 43, "load": 44}
+BUDGETS = {"chat": 24, "save": 43, "load": 44, "scene": 30}
 """Files of the gateway, of its fake engine too, that a request may execute; an engine's own are beside them."""
 NOT_NAMED = (
     "http/body/schemas.py",
@@ -33,6 +40,35 @@ NOT_NAMED = (
 )
 """What a chat that names neither schemas, images nor handoffs has no use for."""
 TRIES = 4
+SCENE = ROOT / "plugins/baton_geo/flood/scene.tif"
+
+
+class MapEngine(FakeEngine):
+    """An engine with the shipped map model's IO processor, which says of every pixel that it is dry."""
+
+    async def encode(self, prompt: Any, *_: Any, **__: Any) -> Any:
+        pixels = prompt["multi_modal_data"]["image"]["pixel_values"]
+        dry = torch.tensor([1.0, 0.0])[:, None, None].expand(2, *pixels.shape[-2:])
+        return SimpleNamespace(
+            prompt_token_ids=prompt["prompt_token_ids"],
+            outputs=SimpleNamespace(data=dry),
+            request_id="",
+            finished=True,
+        )
+
+
+@contextmanager
+def map_engine(spool: Path) -> Iterator[MapEngine]:
+    config = json.loads((SHIPPED / "config.json").read_text())
+    model = SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: config))
+    settings: Any = SimpleNamespace(
+        model_config=model, additional_config={"baton_geo": {"spool": str(spool)}}
+    )
+    renderer: Any = None
+    with closing(GeoProcessor(settings, renderer)) as processor:
+        yield MapEngine("map", pooling=True, plugin=plugin(processor))
+
+
 """What runs in the background does not run in each of so many tries."""
 
 
@@ -63,22 +99,35 @@ class Ways:
 
 
 @pytest.fixture(scope="module")
-def traced() -> Iterator[tuple[FakeGateway, Ways]]:
+def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[FakeGateway, Ways]]:
     ways, before = Ways(), threading.getprofile()
-    threading.setprofile(ways.profile)  # of the gateway's thread, which begins now
+    threading.setprofile(ways.profile)  # of the threads that begin now
     try:
-        with run_fake(FakeEngine("a", supports_handoffs=True), FakeEngine("plain")) as gateway:
+        with (
+            map_engine(tmp_path_factory.mktemp("spool")) as of_maps,
+            run_fake(FakeEngine("a", supports_handoffs=True), FakeEngine("plain"), of_maps) as gateway,
+        ):
             post(gateway, CHAT, "/v1/chat/completions")  # what happens once has happened
             leave(gateway)
+            send_scene(gateway)
             yield gateway, ways
     finally:
         threading.setprofile(before)
+
+
+def send_scene(gateway: FakeGateway) -> None:
+    headers = {"content-type": "image/tiff", "accept": "image/tiff"}
+    with gateway.client(headers=headers) as client:
+        answer = client.post("/pooling?model=map", content=SCENE.read_bytes())
+    assert (answer.status_code, answer.headers["content-type"]) == (200, "image/tiff"), answer.text
 
 
 def way(traced: tuple[FakeGateway, Ways], name: str) -> set[str]:
     gateway, ways = traced
     if name == "chat":
         return ways.files(lambda: post(gateway, CHAT, "/v1/chat/completions"))
+    if name == "scene":
+        return ways.files(lambda: send_scene(gateway))
     body = CHAT | {"model": "a"}
     saving = body | {"handoff": {"save": True}}
     if name == "save":
@@ -107,6 +156,7 @@ SECTIONS = {
     "chat": "A chat",
     "save": "A chat that saves a handoff",
     "load": "A chat that continues a handoff",
+    "scene": "A GeoTIFF",
 }
 OF_ENGINES = ("engines/vllm/", "connectors/")
 """A fake engine stands in their place."""
