@@ -168,6 +168,7 @@ def steps(title: str) -> list[str]:
         PAGE.partition(f"## {title}\n")[2]
         .partition("\n## ")[0]
         .partition("\n\nWhere handoffs are automatic")[0]
+        .partition("\n\nIn that process")[0]
     )
     numbered = section[section.index("\n1. ") :]
     return re.findall(r"`([\w/]+\.py)`", numbered)
