@@ -179,7 +179,7 @@ def _build_gateway(settings: Settings, fleet: Fleet) -> Gateway:
     admission = Admission(settings.admission, fleet.names, metrics.admission)
     sources = Sources(handoffs, settings.handoffs.wait_s)
     bodies = body_threads(metrics.queues, settings.admission.wait_s)
-    translations = Translations(fleet.engines, handoffs, sessions, admission)
+    translations = Translations(fleet.here, handoffs, sessions, admission)
     return Gateway(
         settings,
         fleet,
@@ -188,7 +188,7 @@ def _build_gateway(settings: Settings, fleet: Fleet) -> Gateway:
         sources,
         sessions,
         translations,
-        Rosetta(fleet.engines, handoffs, sessions, admission, settings.handoffs.rosetta),
+        Rosetta(fleet.here, handoffs, sessions, admission, settings.handoffs.rosetta),
         JoinsAhead(handoffs, sources, translations, sessions, admission),
         AutomaticHandoffs(
             handoffs,

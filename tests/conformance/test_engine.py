@@ -14,8 +14,8 @@ from support import pictures
 from support.gateways import run_fake
 from support.remote_gateways import remote, run_near
 
+from baton.engines.engine import Plugin
 from baton.engines.fake.engine import FakeEngine
-from baton.engines.port import Plugin
 
 MESSAGES = [{"role": "user", "content": "Say a few words about the sea."}]
 REQUESTS = {

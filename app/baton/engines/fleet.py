@@ -13,7 +13,8 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from baton.config.groups import SupervisionSettings
-from baton.engines.port import Engine, EngineState
+from baton.engines.backend import EngineState
+from baton.engines.engine import Engine, LocalEngine
 from baton.errors import EngineRestarting, EngineUnavailable, InvalidRequest, ModelNotFound, StartError
 from baton.telemetry.metrics import GatewayMetrics
 from baton.telemetry.page import MergedRegistry
@@ -130,16 +131,18 @@ class Supervisor:
             await asyncio.sleep(POLL_S)
             if self._engine.state is EngineState.FAILED:
                 return "died"
-            hangs = self._hangs()
+            if self._engine.forwarding is not None:
+                continue  # a server elsewhere has no step that could hang here
+            hangs = self._hangs(self._engine)
             if hangs and suspected:  # seen twice, since the event loop itself may have been blocked
                 await self._engine.kill()
                 return "hung"
             suspected = hangs
 
-    def _hangs(self) -> bool:
-        stalled = self._engine.stalled_s()
-        self._metrics.engines.stalled.labels(self._engine.name).set(stalled)
-        limit = max(self._settings.hang_s, STEPS_OF_PATIENCE * self._engine.longest_step_s)
+    def _hangs(self, engine: LocalEngine) -> bool:
+        stalled = engine.stalled_s()
+        self._metrics.engines.stalled.labels(engine.name).set(stalled)
+        limit = max(self._settings.hang_s, STEPS_OF_PATIENCE * engine.longest_step_s)
         return bool(self._settings.hang_s) and stalled > limit
 
     async def _restarted(self, reason: str) -> bool:
@@ -223,6 +226,11 @@ class Fleet:
     @property
     def engines(self) -> tuple[Engine, ...]:
         return tuple(supervisor.engine for supervisor in self._supervisors.values())
+
+    @property
+    def here(self) -> tuple[LocalEngine, ...]:
+        """The engines that run here."""
+        return tuple(engine for engine in self.engines if engine.forwarding is None)
 
     @property
     def names(self) -> list[str]:

@@ -12,7 +12,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from baton.admission.tenants import Ticket
-from baton.engines.port import Engine, Operation, Reply, StreamReply
+from baton.engines.backend import Operation, Reply, StreamReply
+from baton.engines.engine import Engine, LocalEngine
 from baton.errors import BatonError
 from baton.http.body.fields import ARGUMENTS, check_field_limits, strip_arguments, strip_steering
 from baton.http.body.schemas import TOOLS, require_moderate
@@ -131,10 +132,10 @@ async def _respond(
         await gateway.compiler.require(constraints, context.tenant)
         context.cuts_max_tokens = gateway.settings.limits.cut_max_tokens
     automatic = apply_header(body, request.headers.get(HEADER)) if operation in OPERATIONS else False
-    if (forwarding := engine.forwarding) is not None:
-        await prepare_forwarded(request, engine, forwarding, operation, body)
+    if engine.forwarding is not None:
+        await prepare_forwarded(request, engine, operation, body)
         ticket = await take_place(request, engine)
-        reply = await forwarding.send(operation, body, context, automatic=automatic)
+        reply = await engine.forwarding.send(operation, body, context, automatic=automatic)
         return await _response(request, gateway, ticket, reply, finish)
     options = take_options(body, engine, operation)
     images = await take_images(request, engine, operation, body)
@@ -179,7 +180,11 @@ async def _response(
 
 
 async def _sources(
-    gateway: Gateway, engine: Engine, operation: Operation, options: HandoffOptions, context: RequestContext
+    gateway: Gateway,
+    engine: LocalEngine,
+    operation: Operation,
+    options: HandoffOptions,
+    context: RequestContext,
 ) -> tuple[HandoffOptions, list[Handoff]]:
     """Find the handoffs that a request continues; returns them, and how.
 

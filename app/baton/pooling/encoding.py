@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from baton.engines.port import Engine
+from baton.engines.engine import LocalEngine
 from baton.errors import PluginFailed
 from baton.telemetry.ids import RequestContext
 
@@ -34,7 +34,7 @@ class Encoding:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: LocalEngine,
         prompts: AsyncGenerator[Any, None],
         params: Any,
         context: RequestContext,

@@ -34,7 +34,8 @@ from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
 
-from baton.engines.port import Json, Plugin
+from baton.engines.backend import Json
+from baton.engines.engine import Plugin
 from baton.errors import OperationUnsupported, PluginBusy, PluginFailed
 from baton.pooling.hooks import HookLoop, PluginLoopThread, hook_threads
 from baton.pooling.values import Description, ResultFile, Upload

@@ -12,7 +12,8 @@ import structlog
 
 from baton.admission.fair_queue import QueueLimits, watched_queue
 from baton.config.groups import PoolingSettings
-from baton.engines.port import Engine, Json, Plugin
+from baton.engines.backend import Json
+from baton.engines.engine import LocalEngine, Plugin
 from baton.errors import BatonError, EngineOverloaded, PluginFailed, PluginTimeout
 from baton.pooling.answer import PluginAnswer, client_error, forget, too_long
 from baton.pooling.encoding import Encoding
@@ -41,7 +42,7 @@ class Runner:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: LocalEngine,
         plugin: Plugin,
         settings: PoolingSettings,
         metrics: PoolingMetrics,

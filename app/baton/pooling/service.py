@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.config.groups import PoolingSettings
-from baton.engines.port import Engine
+from baton.engines.engine import Engine
 from baton.pooling.runner import Runner
 from baton.pooling.uploads import require_folder
 from baton.telemetry.metrics import PoolingMetrics, QueueMetrics
@@ -30,8 +30,7 @@ class Pooling:
 
     def runner(self, engine: Engine) -> Runner | None:
         """Return the runner of an engine's plugin, a new one after a restart; None: it has no plugin."""
-        plugin = engine.plugin
-        if plugin is None:
+        if engine.forwarding is not None or (plugin := engine.plugin) is None:
             return None
         known = self._runners.get(engine.name)
         if known is None or known.plugin is not plugin:

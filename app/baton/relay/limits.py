@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.config.groups import HandoffSettings
-from baton.engines.port import Engine
+from baton.engines.engine import LocalEngine
 from baton.errors import InvalidRequest
 from baton.images.placed_image import PlacedImage
 from baton.relay.join import Part
@@ -43,7 +43,7 @@ class ContextLimits:
                 param="latent_steps",
             )
 
-    def require_few_images(self, engine: Engine, images: Sequence[PlacedImage]) -> None:
+    def require_few_images(self, engine: LocalEngine, images: Sequence[PlacedImage]) -> None:
         """Refuse more images, in the handoff and the request together, than the model takes.
 
         Args:

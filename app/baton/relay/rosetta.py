@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from baton.admission.tenants import Admission, Ticket
-from baton.engines.kv_transfer import TransferRequest
-from baton.engines.port import Engine, EngineState, Json, Operation, WholeReply
+from baton.engines.backend import EngineState, Json, Operation, WholeReply
+from baton.engines.engine import LocalEngine
+from baton.engines.transfers import TransferRequest
 from baton.errors import GenerationFailed, HandoffIncompatible, InvalidRequest, OperationUnsupported
 from baton.images.client_image import ClientImage
 from baton.library.handoff import Handoff
@@ -48,13 +49,13 @@ class Rosetta:
         enabled: whether the settings allow it.
     """
 
-    engines: Sequence[Engine]
+    engines: Sequence[LocalEngine]
     handoffs: Library
     sessions: Plans
     admission: Admission
     enabled: bool
 
-    def require_possible(self, engine: Engine, operation: Operation, options: HandoffOptions) -> None:
+    def require_possible(self, engine: LocalEngine, operation: Operation, options: HandoffOptions) -> None:
         """Refuse a request that cannot start from a thought.
 
         Raises:
@@ -80,7 +81,7 @@ class Rosetta:
                 param=WHERE,
             )
 
-    def is_target(self, engine: Engine) -> bool:
+    def is_target(self, engine: LocalEngine) -> bool:
         """Return whether AVP's settings let thoughts of some model stand for its handoffs on this engine."""
         return self.enabled and any(target == engine.name for _, target in self._pairs)
 
@@ -90,7 +91,7 @@ class Rosetta:
 
     def is_default(
         self,
-        engine: Engine,
+        engine: LocalEngine,
         operation: Operation,
         options: HandoffOptions,
         records: Sequence[Handoff],
@@ -105,7 +106,7 @@ class Rosetta:
 
     async def open(
         self,
-        engine: Engine,
+        engine: LocalEngine,
         operation: Operation,
         body: Json,
         context: RequestContext,
@@ -150,7 +151,12 @@ class Rosetta:
         return self._session(engine, context, prompt, mixture, shown)
 
     def _session(
-        self, engine: Engine, context: RequestContext, prompt: ContextPrompt, mixture: Mixture, shown: Json
+        self,
+        engine: LocalEngine,
+        context: RequestContext,
+        prompt: ContextPrompt,
+        mixture: Mixture,
+        shown: Json,
     ) -> PlannedRequest:
         """Return a session whose first position is a mixture of token embeddings; nothing of it is saved."""
         assert prompt.tokens is not None
@@ -177,7 +183,9 @@ class Rosetta:
             thought=shown,
         )
 
-    async def _next_token(self, engine: Engine, context: RequestContext, record: Handoff) -> dict[int, float]:
+    async def _next_token(
+        self, engine: LocalEngine, context: RequestContext, record: Handoff
+    ) -> dict[int, float]:
         """Return the probabilities of the likeliest next tokens after a handoff's context, by token id."""
         transfer = TransferRequest(
             list(record.tokens),

@@ -14,7 +14,7 @@ from typing import Any
 import structlog
 from jiter import from_json
 
-from baton.engines.port import Json, Operation
+from baton.engines.backend import Json, Operation
 from baton.engines.scrub import scrub
 from baton.errors import BatonError, OperationUnsupported, RemoteBusy, RemoteFailed, RemoteRefusal
 from baton.telemetry.ids import RequestContext

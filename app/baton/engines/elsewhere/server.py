@@ -19,6 +19,7 @@ from pydantic_core import to_json
 
 from baton.admission.fair_threads import in_own_thread
 from baton.config.groups import EngineSettings, RemoteSettings
+from baton.engines.backend import Json, Operation, Peer, Reply, StreamReply, WholeReply
 from baton.engines.elsewhere.answers import (
     BUSY,
     ERROR_BYTES,
@@ -35,7 +36,6 @@ from baton.engines.elsewhere.answers import (
 from baton.engines.elsewhere.breaker import Breaker
 from baton.engines.elsewhere.client import Answer, RemoteClient
 from baton.engines.elsewhere.keys import Key, RemoteKeys
-from baton.engines.port import Json, Operation, Peer, Reply, StreamReply, WholeReply
 from baton.errors import (
     BatonError,
     ClientError,

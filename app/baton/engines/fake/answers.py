@@ -8,8 +8,8 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from baton.engines.kv_transfer import TransferChooser, TransferRequest
-from baton.engines.port import EngineState, Json, Operation, WholeReply
+from baton.engines.backend import EngineState, Json, Operation, WholeReply
+from baton.engines.transfers import TransferChooser, TransferRequest
 from baton.errors import ContextTooLong, EngineRestarting, ImagesMisplaced, InvalidRequest
 from baton.images.client_image import ClientImage
 from baton.images.image_position import ImagePosition

@@ -16,9 +16,9 @@ from baton.config.environment import cores
 from baton.config.gpu_memory import gpu_shares
 from baton.config.groups import CPU_KV_CACHE_BYTES, MIB, EngineSettings
 from baton.config.settings import Settings
+from baton.engines.engine import Engine
 from baton.engines.fleet import Fleet
 from baton.engines.hardware import read_processor
-from baton.engines.port import Engine
 from baton.engines.process.fork_server import ForkServer
 from baton.engines.vllm.arguments import processor_dtype, settings_from_command_line
 from baton.engines.vllm.engine import VllmEngine

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import structlog
 import torch
 
-from baton.engines.kv_transfer import TransferChooser, TransferReport, TransferRequest
-from baton.engines.port import ImageInput
+from baton.engines.backend import ImageInput
+from baton.engines.transfers import TransferChooser, TransferReport, TransferRequest
 from baton.engines.vllm.errors import translate
 from baton.engines.vllm.images import Sent, hashes_of, image_positions, stray_placeholders
 from baton.errors import BatonError, ContextTooLong, GenerationFailed, InvalidRequest, Unprocessable

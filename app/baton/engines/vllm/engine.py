@@ -1,4 +1,4 @@
-"""The `Engine` port on vLLM: start, stop and call one `AsyncLLM` and vLLM's serving handlers around it."""
+"""The `LocalEngine` port on vLLM: start, stop and call an `AsyncLLM` and vLLM's handlers around it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import structlog
-from prometheus_client import CollectorRegistry
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -18,20 +17,9 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from baton.admission.fair_threads import in_own_thread
 from baton.config.groups import EngineSettings
-from baton.engines.configured import ConfiguredEngine
-from baton.engines.kv_transfer import TransferChooser, TransferRequest
-from baton.engines.port import (
-    EngineState,
-    Forwarding,
-    ImageInput,
-    Json,
-    Operation,
-    Plugin,
-    Reply,
-    Report,
-    unsupported,
-)
-from baton.engines.speeds import TransferWatch
+from baton.engines.backend import EngineState, ImageInput, Json, Operation, Reply, Report, unsupported
+from baton.engines.engine import Plugin
+from baton.engines.transfers import Throughput, TransferChooser, TransferRequest, TransferWatch
 from baton.engines.vllm import arguments, handlers
 from baton.engines.vllm.arguments import MOVES_EXTENSION
 from baton.engines.vllm.client import (
@@ -156,7 +144,7 @@ class Running:
         serving: vLLM's serving handlers around it.
         image_prompts: puts placeholder tokens of images into prompts.
         plugin: the IO processor plugin that answers `/pooling`; None: vLLM does.
-        special_tokens: see `Engine.special_tokens`.
+        special_tokens: see `LocalEngine.special_tokens`.
     """
 
     client: AsyncLLM
@@ -166,7 +154,7 @@ class Running:
     special_tokens: frozenset[int]
 
 
-class VllmEngine(ConfiguredEngine):
+class VllmEngine:
     """An engine that vLLM runs.
 
     Args:
@@ -190,14 +178,19 @@ class VllmEngine(ConfiguredEngine):
         gpu_share: float | None = None,
         last_words: Callable[[], str | None] = lambda: None,
     ) -> None:
-        super().__init__(settings)
+        self._settings = settings
+        self.name, self.aliases = settings.name, settings.aliases
+        self.generates, self.supports_handoffs = settings.runner == "generate", settings.handoff
+        self.translates = settings.translate
+        self.forwarding = None
+        self.throughput = Throughput()
         self._starts = starts
         self._forked = starts.server is not None and settings.forkable
         self._args = arguments.engine_args(
             settings, model, transfer, gpu_share=gpu_share, own_process=not self._forked
         )
-        self._placeholder = arguments.placeholder_of(self._args) if settings.latent else None
-        self._rosetta_pairs = arguments.rosetta_pairs(self._args, settings.name)
+        self.placeholder = arguments.placeholder_of(self._args) if settings.latent else None
+        self.rosetta_pairs = arguments.rosetta_pairs(self._args, settings.name)
         self._namespace = arguments.serving_namespace(settings, model)
         self._parsers = parsers_of(settings, model)
         self._salt = salt
@@ -209,19 +202,18 @@ class VllmEngine(ConfiguredEngine):
         self._thread: EngineThread | None = None
         self._running: Running | None = None
         self._opened = AsyncExitStack()  # what the stop closes, also after half a start
-        self._images = ImageInput()  # these and the cards stay as they were while the engine restarts
-        self._weights = identity(model)
-        self._transfers = TransferMetrics(self._series.registry, settings.name)
-        self._watch = TransferWatch(self._throughput, self._transfers)
+        self.registry = self._series.registry
+        self.weights = identity(model)
+        self._transfers = TransferMetrics(self.registry, settings.name)
+        self._watch = TransferWatch(self.throughput, self._transfers)
+        # These stay as they were while the engine restarts.
+        self.images = ImageInput()
+        self.context_tokens = 0
+        self.moves_unsupported: str | None = NO_HANDOFFS
         self._cards: list[Json] = []
-        self._moves_unsupported: str | None = NO_HANDOFFS
         self._log = structlog.get_logger("baton.engine").bind(engine=settings.name)
         self._translator = ReplyTranslator(self._log)
         self._log.info("parsers_chosen", **self._parsers.cards())
-
-    @property
-    def registry(self) -> CollectorRegistry:
-        return self._series.registry
 
     @property
     def state(self) -> EngineState:
@@ -230,36 +222,8 @@ class VllmEngine(ConfiguredEngine):
         return self._state
 
     @property
-    def moves_unsupported(self) -> str | None:
-        return self._moves_unsupported
-
-    @property
-    def translates(self) -> bool:
-        return self._settings.translate
-
-    @property
-    def rosetta_pairs(self) -> frozenset[tuple[str, str]]:
-        return self._rosetta_pairs
-
-    @property
     def special_tokens(self) -> frozenset[int]:
         return self._require_running().special_tokens
-
-    @property
-    def placeholder(self) -> int | None:
-        return self._placeholder
-
-    @property
-    def weights(self) -> str:
-        return self._weights
-
-    @property
-    def images(self) -> ImageInput:
-        return self._images
-
-    @property
-    def forwarding(self) -> Forwarding | None:
-        return None
 
     @property
     def plugin(self) -> Plugin | None:
@@ -330,14 +294,14 @@ class VllmEngine(ConfiguredEngine):
         cards = await self._running.serving.cards()
         self._cards = [card | self._parsers.cards() for card in cards]
         if self._args.worker_extension_cls == MOVES_EXTENSION:
-            self._moves_unsupported = await enable_moves(self._running.client)
+            self.moves_unsupported = await enable_moves(self._running.client)
         report("warming up")
         await self._warm_up(self._running)
         self._progress.begin()
         self._state = EngineState.READY
-        if self._placeholder is not None:
+        if self.placeholder is not None:
             (architecture,) = self._args.hf_overrides["architectures"]
-            self._log.info("latent_steps_ready", architecture=architecture, placeholder=self._placeholder)
+            self._log.info("latent_steps_ready", architecture=architecture, placeholder=self.placeholder)
 
     def _stat_logger(self) -> type[PrometheusStatLogger]:
         return self._series.stat_logger(
@@ -352,7 +316,7 @@ class VllmEngine(ConfiguredEngine):
 
     async def _build(self, client: AsyncLLM, report: Report) -> Running:
         """Build what requests need around an engine's client, which has no request yet."""
-        self._images = image_input(client)
+        self.images, self.context_tokens = image_input(client), client.model_config.max_model_len
         confirm_before_reuse(client)
         report("building the request handlers")
         plugin = await self._make_plugin(client)
@@ -377,7 +341,7 @@ class VllmEngine(ConfiguredEngine):
                 await self.call(operation, body | {"model": self.name}, RequestContext("warm-up"))
         if self.supports_handoffs:
             model = running.client.model_config
-            reserved = self._images.tokens | {self._placeholder}
+            reserved = self.images.tokens | {self.placeholder}
             prompt = prefill(model.max_model_len - 1, model.get_vocab_size(), reserved)
             body = {"model": self.name, "prompt": prompt, "max_tokens": 1}
             await self.call(Operation.COMPLETIONS, body, RequestContext("warm-up"))
@@ -445,7 +409,7 @@ class VllmEngine(ConfiguredEngine):
         chooser: TransferChooser | None = None,
     ) -> Reply:
         running = self._require_running()
-        serving, longest = running.serving, running.client.model_config.max_model_len
+        serving = running.serving
         method = serving.method(operation)
         if method is None:
             raise unsupported(self.name, operation)
@@ -457,8 +421,8 @@ class VllmEngine(ConfiguredEngine):
             transfer=transfer,
             chooser=chooser if self.supports_handoffs else None,
             expect=self._watch.add,
-            placeholder=self._placeholder,
-            images=self._images,
+            placeholder=self.placeholder,
+            images=self.images,
             asked=asked_tokens(body) if operation.generates else None,
         )
         if transfer is not None:
@@ -467,7 +431,7 @@ class VllmEngine(ConfiguredEngine):
         try:
             body = with_whole_prompt(operation, for_responses(operation, body, context), transfer)
             if call.asked is not None and context.cuts_max_tokens:
-                body = within_context(body, longest)
+                body = within_context(body, self.context_tokens)
             request = serving.parse(operation, body)
             answer = await method(request, handlers.synthetic_request(context))
         except Exception as error:  # the border to vLLM's handlers, which raise anything at all

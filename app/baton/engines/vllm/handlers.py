@@ -50,8 +50,8 @@ from vllm.renderers import merge_kwargs
 from vllm.tasks import POOLING_TASKS
 from vllm.utils.mistral import is_mistral_tokenizer
 
-from baton.engines.kv_transfer import TransferRequest
-from baton.engines.port import Json, Operation, Reply, StreamReply, WholeReply
+from baton.engines.backend import Json, Operation, Reply, StreamReply, WholeReply
+from baton.engines.transfers import TransferRequest
 from baton.engines.vllm import handlers
 from baton.engines.vllm.client import CURRENT_CALL, Call, WatchedClient
 from baton.engines.vllm.errors import UNFORESEEN, from_response, translate

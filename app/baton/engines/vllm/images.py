@@ -15,7 +15,7 @@ from vllm.renderers.chat_utils import parse_chat_messages_async
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 
 from baton.admission.fair_threads import in_own_thread
-from baton.engines.port import ImageInput
+from baton.engines.backend import ImageInput
 from baton.errors import EngineUnavailable, HandoffIncompatible, ImagesMisplaced, InvalidRequest
 from baton.images.client_image import ClientImage
 from baton.images.image_position import ImagePosition
@@ -217,7 +217,7 @@ class ImagePrompts:
     async def place(
         self, prompt: list[int], images: Sequence[ClientImage], *, begins: bool
     ) -> tuple[list[int], list[PlacedImage]]:
-        """Do `Engine.place`. Raises what vLLM raises: anything."""
+        """Do `LocalEngine.place`. Raises what vLLM raises: anything."""
         digests = await in_own_thread(lambda: [image.digest for image in images])
         parts = await in_own_thread(_parts, images, digests)
         rendered = await self._processed(prompt, parts, cached=False)

@@ -29,8 +29,9 @@ from vllm.utils.counter import Counter
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from baton.admission.fair_threads import in_own_thread
+from baton.engines.backend import Json
+from baton.engines.engine import Plugin
 from baton.engines.installed_plugins import InstalledPlugin, installed_plugins
-from baton.engines.port import Json, Plugin
 from baton.engines.vllm.client import salted
 from baton.engines.vllm.errors import from_validation
 from baton.errors import GenerationFailed, StartError

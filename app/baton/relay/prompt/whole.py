@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from baton.engines.port import Json, Operation
+from baton.engines.backend import Json, Operation
 from baton.errors import InvalidRequest
 from baton.images.placed_image import PlacedImage
 from baton.library.handoff import Conversation, Handoff
