@@ -213,9 +213,7 @@ class Forwarding(Protocol):
         """Send a request on, with its `handoff` field, and return the answer.
 
         Args:
-            operation: of the request.
             body: the client's, without the fields that only the gateway may set.
-            context: of the request.
             automatic: whether the other gateway may load and save handoffs by itself.
 
         Raises:

@@ -120,7 +120,6 @@ class LocalEngine(Backend, Protocol):
         Args:
             prompt: a prompt as vLLM takes it: a text, token ids, or a dict with multimodal data.
             params: vLLM's `PoolingParams`; None: the defaults for a plugin's prompt.
-            context: of the request that the prompt belongs to.
             number: index of the prompt within its request.
             priority: lower is sooner.
 
@@ -169,9 +168,7 @@ class LocalEngine(Backend, Protocol):
         """Run one operation.
 
         Args:
-            operation: of the request.
             body: the client's, without the fields that only the gateway may set.
-            context: of the request.
             transfer: what to load and save, for a request with a handoff.
             chooser: chooses that for a request without one, once its prompts' token ids are known.
 
@@ -196,8 +193,6 @@ async def until_idle(
     """Wait until an engine was idle at two looks, one after the other.
 
     Args:
-        engine: for which to wait.
-        within_s: most seconds to wait.
         unless: returns whether the wait is to end at once.
     """
     deadline, before = time.monotonic() + within_s, False

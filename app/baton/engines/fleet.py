@@ -19,9 +19,6 @@ from baton.errors import EngineRestarting, EngineUnavailable, InvalidRequest, Mo
 from baton.telemetry.metrics import GatewayMetrics
 from baton.telemetry.page import MergedRegistry
 
-# Restart an engine that died or hangs; give up after too many restarts.
-
-
 POLL_S = 0.2
 REASONS = ("died", "hung", "start")
 """Why an engine is restarted: it ended, it made no progress, or the restart before failed."""
@@ -33,10 +30,8 @@ class Supervisor:
     """The supervision of one engine, from its first start to its end.
 
     Args:
-        engine: the engine.
         settings: when it counts as hung, and how often it is restarted.
         turn: held while it starts: as many engines start at once as memory allows.
-        metrics: the gateway's metrics, which count restarts.
         clock: seconds on a monotonic clock.
 
     Attributes:
@@ -78,7 +73,7 @@ class Supervisor:
         return EngineState.RESTARTING
 
     def refusal(self) -> EngineUnavailable:
-        """Return the error that says why the engine takes no request now, and when to retry."""
+        """Make the error that says why the engine takes no request now, and when to retry."""
         name, state = self._engine.name, self.state
         if state is EngineState.STARTING:
             return EngineUnavailable(
@@ -100,9 +95,6 @@ class Supervisor:
 
     async def start(self, report: Callable[[str], None] = lambda _phase: None) -> None:
         """Start the engine, once it is its turn.
-
-        Args:
-            report: called with each phase of the start.
 
         Raises:
             StartError: the engine cannot run.
@@ -177,9 +169,6 @@ class Supervisor:
         return min(doubled, self._settings.backoff_max_s)
 
 
-# Start, supervise, pick and stop the engines of one gateway.
-
-
 log = structlog.get_logger("baton.fleet")
 
 FleetReport = Callable[[str, str], None]
@@ -191,7 +180,6 @@ class Fleet:
     """The engines of one gateway, by name.
 
     Args:
-        engines: the engines, not started.
         metrics: the gateway's metrics, which show the engines' states and restarts.
         supervision: when an engine counts as hung, and how often it is restarted.
         shared_registries: registries of metrics that belong to no single engine.

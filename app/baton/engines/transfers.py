@@ -134,7 +134,7 @@ class TransferChooser(Protocol):
     def choose(
         self, prompt: Sequence[int], images: Sequence[ImagePosition] = (), *, loads: bool, saves: bool
     ) -> TransferRequest | None:
-        """Return what to load and save beside a prompt; None: nothing.
+        """Choose the KV to load and save beside a prompt; None: none.
 
         Args:
             prompt: token ids of the whole prompt.
@@ -220,7 +220,6 @@ class TransferWatch:
 
     Args:
         throughput: receives how long loads, prefills and latent steps took.
-        transfers: metrics that count transfers and latent steps.
     """
 
     def __init__(self, throughput: Throughput, transfers: TransferMetrics) -> None:

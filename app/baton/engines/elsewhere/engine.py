@@ -39,7 +39,6 @@ def build_remote_engines(settings: Settings, *, tenants: bool) -> list[RemoteEng
     """Build the engines of the settings that are servers elsewhere, without asking them.
 
     Args:
-        settings: of the gateway.
         tenants: whether several tenants' requests are sent on.
 
     Raises:

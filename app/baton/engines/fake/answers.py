@@ -342,7 +342,7 @@ def _item_text(item: Any) -> str:
 
 
 def token_limit(operation: Operation, body: Json) -> int:
-    """Return how many tokens a request's answer has; 0 where the operation does not generate.
+    """Compute the number of tokens of a request's answer; 0 where the operation does not generate.
 
     Raises:
         InvalidRequest: the limit is no positive integer.
@@ -393,16 +393,10 @@ def with_images(prompt: list[int], images: Sequence[ClientImage]) -> tuple[list[
     return tokens, placed
 
 
-# Answer one request of a fake engine, in one piece or as a stream.
-
-
 class Answer:
     """One request that a fake engine works on.
 
     Args:
-        engine: the engine.
-        operation: the operation.
-        body: the request's body.
         context: receives the numbers of prompt and generated tokens.
         transfer: its report receives the token ids.
         chooser: chooses a transfer for the prompt.
@@ -530,7 +524,7 @@ class Answer:
         }
 
     def _transfer_fields(self) -> Json:
-        """Return what vLLM's connector adds to the answer of a request that loads or saves KV."""
+        """Write the field of vLLM's connector in the answer of a request that loads or saves KV."""
         if not self._transfer.moves_kv or self._operation not in (Operation.COMPLETIONS, Operation.CHAT):
             return {}
         return {

@@ -40,7 +40,6 @@ def build_fleet(
     """Build the engines of the settings, without starting them.
 
     Args:
-        settings: the settings.
         models: path of each engine's weights, by the engine's name.
         tenants: whether several tenants share the engines, so that each gets a prefix cache of its own.
         last_words: returns the cause that a dead engine process printed, if one can be found.
@@ -84,7 +83,7 @@ def build_fleet(
 
 
 def _starts_at_once(settings: Settings, models: Mapping[str, str]) -> int:
-    """Return how many engines may start at once: as many as memory holds twice, at most one a core."""
+    """Count the engines that may start at once: as many as memory holds twice, at most one a core."""
     available = MemoryReader().available()
     if available is None:
         return 1

@@ -38,9 +38,6 @@ if TYPE_CHECKING:
     from baton.engines.vllm.images import ImagePrompts
 
 
-# Find the tokens of an answer that say what its client received.
-
-
 AT_ONCE = 64
 """Tokens that are read without a pause: a millisecond or two of the event loop."""
 CUT_WITHIN = 8
@@ -133,8 +130,7 @@ def special_tokens(tokenizer: Any) -> frozenset[int]:
     return frozenset([*tokenizer.all_special_ids, *(token for token, each in added.items() if each.special)])
 
 
-# Say which log probabilities an engine can give for an audit, and how exact they are.
-
+# The log probabilities that an engine can give for an audit, and how exact they are.
 
 AUDITED_TOKENS = 5
 """Tokens whose log probabilities an audited request notes."""
@@ -145,7 +141,7 @@ up to 0.5 nats."""
 
 
 def audited_tokens(client: AsyncLLM) -> int:
-    """Return how many tokens' raw log probabilities an engine may be asked for, at most `AUDITED_TOKENS`.
+    """Count the tokens whose raw log probabilities an engine may be asked for, at most `AUDITED_TOKENS`.
 
     0: its log probabilities depend on each request's temperature and penalties, or it gives none.
     """
@@ -231,7 +227,6 @@ class Call:
         The first output shows whether the engine process has received the images that were `sent`.
 
         Args:
-            outputs: the engine's outputs for one prompt.
             sent: the images of the prompt.
             transfer: what the engine loads and saves beside this prompt; receives the report.
             text: reads the answer of a transfer that saves it.
@@ -268,7 +263,7 @@ class Call:
                 raise
 
     def transfer_of(self, prompt: Any, sampling_params: Any) -> TransferRequest | None:
-        """Return what the engine loads and saves beside a prompt, and put it into the sampling parameters."""
+        """Choose the KV to load and save beside a prompt, and put it into the sampling parameters."""
         transfer, tag = self.transfer, self.context.request_id
         if transfer is None and self.chooser is not None and (images := image_positions(prompt)) is not None:
             # The engine computes all of a prompt whose log probabilities are asked for.
@@ -398,7 +393,7 @@ class WatchedClient:
                 raise call.failure
 
     def _answer_text(self, params: SamplingParams) -> AnswerText:
-        """Return what reads an answer; in gpt-oss's, special tokens separate thoughts from words."""
+        """Make the reader of an answer; in gpt-oss's, special tokens separate thoughts from words."""
         tokenizer, config = self._engine.renderer.tokenizer, self._engine.model_config.hf_config
         shown = not params.skip_special_tokens or config.model_type == "gpt_oss"
         return AnswerText(tokenizer, frozenset() if shown else special_tokens(tokenizer), params)
@@ -569,7 +564,7 @@ def _note(report: TransferReport, output: Any, *, deltas: bool) -> None:
 
 
 def _correct(output: Any, report: TransferReport) -> None:
-    """Let an output tell clients no store key, and count no token as cached that was computed.
+    """Hide the store key from clients in an output, and count no token as cached that was computed.
 
     vLLM counts all tokens that the connector promised: also those whose KV was lost, or computed between
     moved ones.

@@ -54,9 +54,6 @@ from baton.models.store import identity
 from baton.telemetry.ids import RequestContext
 from baton.telemetry.metrics import TransferMetrics
 
-# Let an engine's connector move KV, which needs the engine's model.
-
-
 NO_HANDOFFS = "it is configured without `handoff`, or with a `worker_extension_cls` of its own"
 
 
@@ -68,9 +65,6 @@ async def enable_moves(client: AsyncLLM) -> str | None:
         structlog.get_logger("baton.engine").error("moves_not_enabled", exc_info=error)
         return "its worker failed when it was asked; the log says more"
     return next((answer for answer in answers if answer is not None), None)
-
-
-# Measure how long ago an engine took its last step, and how long its longest step took.
 
 
 class Progress:
@@ -107,14 +101,12 @@ class Progress:
         return self._clock() - self._last
 
 
-# The requests that warm an engine up before its first client: one for each kind of operation.
-
-
 WARM_UPS: tuple[tuple[Operation, Json], ...] = (
     (Operation.COMPLETIONS, {"prompt": [0], "max_tokens": 2, "logprobs": 1}),
     (Operation.EMBEDDINGS, {"input": [0]}),
     (Operation.CLASSIFY, {"input": [0]}),
 )
+"""The requests that warm an engine up before its first client: one for each kind of operation."""
 PREFILL = 128
 """Tokens of one more request where handoffs are on, which measures how fast the engine prefills."""
 
@@ -158,13 +150,11 @@ class VllmEngine:
     """An engine that vLLM runs.
 
     Args:
-        settings: the engine's table of the settings.
         model: path of its weights.
         salt: returns a tenant's prefix-cache salt; None where there is only one tenant.
         transfer: vLLM's KV transfer config; None: the engine is configured without `handoff`.
         gpu_share: share of its GPUs' memory; None: vLLM's default.
         last_words: returns the cause that a dead engine process printed, if one can be found.
-        starts: how its process starts.
     """
 
     def __init__(
@@ -386,12 +376,7 @@ class VllmEngine:
         self._forgotten += 1
 
     def _salt_of(self, tenant: str, apart: str | None = None) -> str | None:
-        """Return the prefix-cache salt of a tenant's requests; another one since prefixes were forgotten.
-
-        Args:
-            tenant: the tenant.
-            apart: `TransferRequest.salt`.
-        """
+        """Return the prefix-cache salt of a tenant's requests; another one since prefixes were forgotten."""
         salt = self._salt(tenant)
         salt = f"{salt or ''}.{self._forgotten}" if self._forgotten else salt
         return salt if apart is None else f"{salt or ''}/{apart}"

@@ -120,7 +120,6 @@ def translate(error: BaseException, body: Any = None) -> BatonError:
     """Return the `BatonError` for an exception that vLLM raised; `InternalError` for an unknown one.
 
     Args:
-        error: the exception.
         body: the request's, in which an invalid field is looked for; None: it is not known.
     """
     if isinstance(error, BatonError):
@@ -186,7 +185,6 @@ def from_validation(error: ValidationError, body: Any = None) -> BatonError:
     """Build the error for a body that pydantic refuses: the invalid field, and how many more are.
 
     Args:
-        error: pydantic's.
         body: what was validated; None: it is not known.
     """
     if error.error_count() <= MOST_FAULTS:

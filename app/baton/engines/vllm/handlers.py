@@ -58,8 +58,7 @@ from baton.engines.vllm.errors import UNFORESEEN, from_response, translate
 from baton.errors import BatonError, GenerationFailed, InvalidRequest
 from baton.telemetry.ids import RequestContext
 
-# Adapt bodies for vLLM's handlers: set the response id, insert the prompt's token ids, read past calls.
-
+# Bodies as the handlers need them.
 
 NO_PARSER = (
     "The model '{model}' has no parser for calls of tools: set `engines.serving.tool_call_parser` of its "
@@ -176,7 +175,6 @@ def require_honoured_tools(body: Json, *, reads_calls: bool) -> None:
     """Refuse tools of a request to `/v1/responses` that vLLM would drop without a word.
 
     Args:
-        body: of the request.
         reads_calls: whether calls of tools are found in what the model says.
 
     Raises:
@@ -203,7 +201,7 @@ def require_honoured_tools(body: Json, *, reads_calls: bool) -> None:
 
 
 def countable(body: Json) -> Json:
-    """Let the tools of a request be counted on an engine that cannot read their calls: none are made."""
+    """Forbid calls of tools in a body whose tokens an engine counts that cannot read such calls."""
     return body | {"tool_choice": {"type": "none"}} if body.get("tools") else body
 
 
@@ -214,13 +212,12 @@ def asked_tokens(body: Json) -> int | None:
 
 
 def within_context(body: Json, longest: int) -> Json:
-    """Let no answer be longer than the model's context, which vLLM refuses; it cuts to what is left of it."""
+    """Lower the longest answer to the model's context, above which vLLM refuses the body."""
     above = {field: longest for field in LENGTHS if type(body.get(field)) is int and body[field] > longest}
     return body | above
 
 
-# Build vLLM's own serving handlers for an engine, and choose the one that answers an operation.
-
+# The handlers of an engine, and the one that answers an operation.
 
 BEFORE_THE_ENGINE = ("response.created", "response.in_progress")
 """Events that vLLM sends before the engine has accepted the request."""
@@ -296,11 +293,7 @@ HANDLERS: dict[Operation, Handler] = {
 
 
 class Handlers:
-    """The serving handlers of one engine.
-
-    Args:
-        state: the application state that vLLM's factory filled.
-    """
+    """The serving handlers of one engine."""
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -311,8 +304,6 @@ class Handlers:
         """Build the handlers with vLLM's own factory, as its API server does at its start.
 
         Args:
-            client: the engine.
-            namespace: vLLM's serving options.
             plugin: whether an IO processor plugin does this engine's pooling. vLLM's pooling handlers are
                 left out then: they would make a second instance of it.
         """
@@ -422,7 +413,6 @@ def mark_cut(response: Any, *items: Any) -> None:
     """Mark the last item of a response that was cut as incomplete: vLLM calls every item completed.
 
     Args:
-        response: the whole response.
         items: the same item, as it was streamed.
     """
     if response.status == "incomplete":
@@ -441,7 +431,7 @@ def _written(event: Any) -> str:
 
 
 def _with_any_arguments(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Let an answer of `/v1/messages` hold calls whose arguments are no object, as a streamed one does.
+    """Keep calls whose arguments are no object in an answer of `/v1/messages`, as a streamed one does.
 
     Args:
         convert: the method of vLLM's handler that makes such an answer from a chat's.
@@ -478,19 +468,14 @@ def _refuse_constant(name: str) -> Any:
 __all__ = ["HANDLERS", "ErrorResponse", "Handler", "Handlers", "Response", "events", "synthetic_request"]
 
 
-# Turn what vLLM's serving handlers return, stream and raise into the port's replies and errors.
-
+# What the handlers return, stream and raise, as the port's replies and errors.
 
 CONTENT_HEADERS = ("metadata",)
 """Headers of vLLM's answers that describe their content: packed embeddings' ids, shapes and dtypes."""
 
 
 class ReplyTranslator:
-    """A translator of one engine's answers and errors.
-
-    Args:
-        log: the engine's log; errors that are not the client's fault are written there.
-    """
+    """A translator of one engine's answers and errors."""
 
     def __init__(self, log: FilteringBoundLogger) -> None:
         self._log = log
@@ -499,7 +484,6 @@ class ReplyTranslator:
         """Translate an exception of vLLM's, and log it where the client did not cause it.
 
         Args:
-            error: the exception.
             call: what vLLM worked on; None: it generates nothing.
             body: of the request; None: it is not known.
         """

@@ -113,20 +113,13 @@ class Sent:
             raise EngineUnavailable("An image of this request did not reach the engine; try again.")
 
 
-# Read how a model takes images, and find placeholder tokens of a prompt that belong to no image.
-
-
 IMAGE = "image"
 TOKEN_NAMES = ("image_token_id", "image_token_index")
 """Keys of a model's configuration for the token that stands for an image."""
 
 
 def image_input(client: Any) -> ImageInput:
-    """Return how an engine's model takes images.
-
-    Args:
-        client: the engine's `AsyncLLM`.
-    """
+    """Read how an engine's model takes images."""
     config = client.model_config
     processor = client.renderer.mm_processor if config.is_multimodal_model else None
     if processor is None or client.renderer.tokenizer is None:
@@ -169,7 +162,7 @@ def stray_placeholders(prompt: Any, tokens: frozenset[int]) -> int:
 
 
 def image_positions(prompt: Any) -> list[ImagePosition] | None:
-    """Return where images stand in a rendered prompt, in order.
+    """Find the places of images in a rendered prompt, in order.
 
     None: it holds no token ids, or more than token ids and images.
     """
@@ -203,12 +196,7 @@ log = structlog.get_logger("baton.engine")
 
 
 class ImagePrompts:
-    """The prompts with images of one engine.
-
-    Args:
-        client: the engine.
-        name: the engine's name, for error messages.
-    """
+    """The prompts with images of one engine."""
 
     def __init__(self, client: AsyncLLM, name: str) -> None:
         self._client = client
@@ -315,8 +303,6 @@ def _parts(
     """Return images as parts of a chat's message, which is how vLLM takes them. Too slow for the event loop.
 
     Args:
-        images: the images.
-        digests: their digests.
         wanted: for each image whether its data is needed, else only its digest is given. None: all are.
     """
     urls = [
@@ -352,8 +338,6 @@ def _target(prompt: list[int], tokens: list[int], ranges: Sequence[Any]) -> tupl
     """Find the tokens that each image's placeholders replaced.
 
     Args:
-        prompt: token ids before.
-        tokens: token ids after.
         ranges: where the images stand in `tokens`.
 
     Returns:

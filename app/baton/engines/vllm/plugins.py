@@ -118,7 +118,6 @@ def make_plugin(name: str, vllm_config: Any, renderer: Any, *, classic: bool) ->
 
     Args:
         name: name of its entry point.
-        vllm_config: the engine's configuration.
         renderer: the engine's renderer; plugins written for older vLLM do not take it.
         classic: supply the import names of vLLM 0.11 to 0.15 while the plugin is imported.
 
@@ -217,10 +216,7 @@ async def encode_prompt(
     """Run one prompt of a plugin through the engine.
 
     Args:
-        client: the engine.
         parsed: the prompt, parsed by vLLM's `parse_model_prompt`.
-        params: from `plugin_params`.
-        context: our ids for the request.
         salt: the tenant's prefix-cache salt, if any.
         number: index of the prompt within its request.
         priority: lower is sooner.
