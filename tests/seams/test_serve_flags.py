@@ -20,10 +20,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser  # after the skip
 from baton import cli  # after the skip
 from baton.config.gpu_memory import USABLE_SHARE
 from baton.config.groups import EngineSettings  # after the skip
-from baton.engines.vllm import (
-    arguments,  # after the skip
-    command_line,  # after the skip
-)
+from baton.engines.vllm import arguments  # after the skip
 from baton.errors import SettingsError  # after the skip
 
 MODEL = "org/model"
@@ -95,8 +92,7 @@ ONE_PARSER = functools.cache(arguments.serve_parser)
 @pytest.fixture(autouse=True)
 def one_parser(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's parser takes a while to build, and is not changed by being used."""
-    for module in (arguments, command_line):
-        monkeypatch.setattr(module, "serve_parser", ONE_PARSER)
+    monkeypatch.setattr(arguments, "serve_parser", ONE_PARSER)
 
 
 ENGINE = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
@@ -108,7 +104,7 @@ def test_every_flag_of_vllm_s_is_honoured_or_refused_in_one_line(flag: str) -> N
     line = line_for(flag, action)
     given = getattr(PARSER.parse_args(list(line)), action.dest)
     try:
-        engine = command_line.settings_from_command_line(list(line))
+        engine = arguments.settings_from_command_line(list(line))
         built = arguments.engine_args(engine, engine.model)
         namespace = arguments.serving_namespace(engine)
     except SettingsError as error:
@@ -156,7 +152,7 @@ def test_every_flag_of_vllm_s_is_honoured_or_refused_in_one_line(flag: str) -> N
 def test_a_model_and_vllm_s_flags_make_one_engine(
     line: list[str], name: str, args: dict[str, object]
 ) -> None:
-    engine = command_line.settings_from_command_line(line)
+    engine = arguments.settings_from_command_line(line)
     assert (engine.name, engine.args) == (name, args)
 
 
@@ -181,13 +177,13 @@ def test_a_model_and_vllm_s_flags_make_one_engine(
 )
 def test_a_flag_that_does_not_fit_is_refused_in_a_line(line: list[str], reason: str) -> None:
     with pytest.raises(SettingsError) as caught:
-        command_line.settings_from_command_line(line)
+        arguments.settings_from_command_line(line)
     assert reason in caught.value.message
 
 
 def test_a_connector_of_the_command_line_stands_above_ours_field_by_field() -> None:
     line = ["m", "--kv-transfer-config", '{"kv_load_failure_policy": "fail"}']
-    engine = command_line.settings_from_command_line(line, handoff=True)
+    engine = arguments.settings_from_command_line(line, handoff=True)
     ours = {"kv_connector": "BatonConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
     built = arguments.engine_args(engine, "m", ours).kv_transfer_config
     assert built is not None
@@ -199,7 +195,7 @@ def test_a_connector_of_the_command_line_stands_above_ours_field_by_field() -> N
 
 
 def test_further_served_names_are_aliases() -> None:
-    engine = command_line.settings_from_command_line(["m", "--served-model-name", "a", "b", "c"])
+    engine = arguments.settings_from_command_line(["m", "--served-model-name", "a", "b", "c"])
     assert (engine.name, engine.aliases) == ("a", ("b", "c"))
     assert arguments.serving_namespace(engine).served_model_name == ["a", "b", "c"]
     assert arguments.engine_args(engine, "m").served_model_name == ["a"]  # what series are labelled with

@@ -20,7 +20,7 @@ from baton.engines.engine import Engine
 from baton.engines.fleet import Fleet
 from baton.engines.hardware import read_processor
 from baton.engines.process.fork_server import ForkServer
-from baton.engines.vllm.arguments import processor_dtype, settings_from_command_line
+from baton.engines.vllm.arguments import processor_dtype
 from baton.engines.vllm.engine import VllmEngine
 from baton.engines.vllm.engine_thread import Starts, fork_cores, inspect_models_here
 from baton.engines.vllm_version import is_cpu_build
@@ -136,10 +136,3 @@ def _tenant_salt() -> Callable[[str], str | None]:
         return hmac.new(secret, tenant.encode(), hashlib.sha256).hexdigest()
 
     return salt
-
-
-def engine_from_command_line(
-    arguments: list[str], *, handoff: bool = False, latent: bool = False
-) -> EngineSettings:
-    """Read one engine's settings from the arguments of `vllm serve`; see `settings_from_command_line`."""
-    return settings_from_command_line(arguments, handoff=handoff, latent=latent)

@@ -13,12 +13,12 @@ import structlog
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
-from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from baton.admission.fair_threads import in_own_thread
 from baton.config.groups import EngineSettings
 from baton.engines.backend import EngineState, ImageInput, Json, Operation, Reply, Report, unsupported
 from baton.engines.engine import Plugin
+from baton.engines.scrub import scrub
 from baton.engines.transfers import Throughput, TransferChooser, TransferRequest, TransferWatch
 from baton.engines.vllm import arguments, handlers
 from baton.engines.vllm.arguments import MOVES_EXTENSION
@@ -31,7 +31,6 @@ from baton.engines.vllm.client import (
     special_tokens,
 )
 from baton.engines.vllm.engine_thread import EngineThread, Starts
-from baton.engines.vllm.errors import scrub
 from baton.engines.vllm.handlers import (
     ReplyTranslator,
     asked_tokens,
@@ -274,9 +273,15 @@ class VllmEngine:
 
     async def _start(self, report: Report) -> None:
         report("starting the engine process and loading the weights")
-        self._thread = EngineThread(
-            self._args, self._stat_logger(), self.name, self._starts, forked=self._forked
+        listeners = StepListeners(
+            transferred=self._watch.transferred,
+            prefilled=self._watch.prefilled,
+            progressed=self._progress.made,
+            latent_computed=self._watch.latent_computed,
+            encoded=self._transfers.encoded,
         )
+        logger = self._series.stat_logger(listeners)
+        self._thread = EngineThread(self._args, logger, self.name, self._starts, forked=self._forked)
         self._opened.push_async_callback(self._thread.end)
         self._thread.start()
         self._running = await self._build(await asyncio.wrap_future(self._thread.built), report)
@@ -293,37 +298,22 @@ class VllmEngine:
             (architecture,) = self._args.hf_overrides["architectures"]
             self._log.info("latent_steps_ready", architecture=architecture, placeholder=self.placeholder)
 
-    def _stat_logger(self) -> type[PrometheusStatLogger]:
-        return self._series.stat_logger(
-            StepListeners(
-                transferred=self._watch.transferred,
-                prefilled=self._watch.prefilled,
-                progressed=self._progress.made,
-                latent_computed=self._watch.latent_computed,
-                encoded=self._transfers.encoded,
-            )
-        )
-
     async def _build(self, client: AsyncLLM, report: Report) -> Running:
         """Build what requests need around an engine's client, which has no request yet."""
         self.images, self.context_tokens = image_input(client), client.model_config.max_model_len
         confirm_before_reuse(client)
         report("building the request handlers")
-        plugin = await self._make_plugin(client)
-        if plugin is not None:
+        plugin = None
+        if (name := chosen_plugin(client.vllm_config)) is not None:
+            classic = self._settings.classic_plugin
+            plugin = await in_own_thread(
+                make_plugin, name, client.vllm_config, client.renderer, classic=classic
+            )
             self._opened.push_async_callback(close_plugin, plugin)
         image_prompts = ImagePrompts(client, self.name)
         watched = WatchedClient(client, image_prompts, audited_tokens(client))
         serving = await handlers.Handlers.build(watched, self._namespace, plugin=plugin is not None)
         return Running(client, serving, image_prompts, plugin, special_tokens(client.renderer.tokenizer))
-
-    async def _make_plugin(self, client: AsyncLLM) -> Plugin | None:
-        name = chosen_plugin(client.vllm_config)
-        if name is None:
-            return None
-        return await in_own_thread(
-            make_plugin, name, client.vllm_config, client.renderer, classic=self._settings.classic_plugin
-        )
 
     async def _warm_up(self, running: Running) -> None:
         for operation, body in WARM_UPS:

@@ -14,7 +14,6 @@ from typing import Any
 from pydantic import ValidationError
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
-from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.exceptions import (
     GenerationError,
     GracefulHTTPError,
@@ -193,6 +192,3 @@ def from_validation(error: ValidationError, body: Any = None) -> BatonError:
             return translate(first)
     found = invalid_field(error, body)
     return client_error(InvalidRequest, str(found), found.path or None)
-
-
-__all__ = ["client_error", "create_error_response", "from_response", "from_validation", "scrub", "translate"]

@@ -52,7 +52,6 @@ from vllm.utils.mistral import is_mistral_tokenizer
 
 from baton.engines.backend import Json, Operation, Reply, StreamReply, WholeReply
 from baton.engines.transfers import TransferRequest
-from baton.engines.vllm import handlers
 from baton.engines.vllm.client import CURRENT_CALL, Call, WatchedClient
 from baton.engines.vllm.errors import UNFORESEEN, from_response, translate
 from baton.errors import BatonError, GenerationFailed, InvalidRequest
@@ -465,9 +464,6 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(name)
 
 
-__all__ = ["HANDLERS", "ErrorResponse", "Handler", "Handlers", "Response", "events", "synthetic_request"]
-
-
 # What the handlers return, stream and raise, as the port's replies and errors.
 
 CONTENT_HEADERS = ("metadata",)
@@ -506,11 +502,10 @@ class ReplyTranslator:
             if failure.status >= 500 and not failure.retryable:
                 self._log.error("engine_call_failed", cause=answer.error.message)
             raise failure
-        if isinstance(answer, handlers.HANDLERS[operation].response):
+        if isinstance(answer, HANDLERS[operation].response):
             if operation is Operation.RESPONSES:
-                handlers.mark_cut(answer)
-            body = answer.model_dump_json(**handlers.HANDLERS[operation].dump)
-            return WholeReply(body.encode())
+                mark_cut(answer)
+            return WholeReply(answer.model_dump_json(**HANDLERS[operation].dump).encode())
         if isinstance(answer, Response):
             return await _from_response(answer)
         return StreamReply(self._stream(operation, answer, call))
@@ -520,31 +515,23 @@ class ReplyTranslator:
         CURRENT_CALL.set(call)
         async with aclosing(generator):
             try:
-                async for event in handlers.events(operation, generator):
+                async for event in events(operation, generator):
                     if call.failure is not None:
                         raise call.failure
-                    if _is_error(event):
+                    if event.startswith(('data: {"error"', "event: error")):
                         self._log.error("engine_stream_failed", cause=event)
                         raise GenerationFailed()
                     yield event
                     CURRENT_CALL.set(call)  # the next event may be taken by another task
             except BatonError:
                 raise
-            except (
-                ValidationError,
-                RecursionError,
-                *UNFORESEEN,
-            ) as error:  # midway in an answer: not the client's fault
+            except (ValidationError, RecursionError, *UNFORESEEN) as error:  # midway: not the client's fault
                 self._log.error("engine_stream_failed", exc_info=error)
                 raise GenerationFailed() from error
             except Exception as error:  # the border to vLLM's generators, which raise anything at all
                 raise self.error(error) from error
         if call.failure is not None:
             raise call.failure
-
-
-def _is_error(event: str) -> bool:
-    return event.startswith(('data: {"error"', "event: error"))
 
 
 async def _from_response(response: Response) -> WholeReply:

@@ -130,12 +130,9 @@ def image_input(client: Any) -> ImageInput:
     written = [client.renderer.tokenizer.decode([token]).strip() for token in tokens]
     written.append((_placeholder(config) or "").strip())
     texts = tuple(dict.fromkeys(text for text in written if text))
-    return ImageInput(limit, tokens, texts, named=_named(config.multimodal_config))
-
-
-def _named(config: Any) -> bool:
-    """Return whether vLLM's caches use our digest of an image; with processor settings they hash both."""
-    return not (config.mm_processor_kwargs or config.media_io_kwargs)
+    images = config.multimodal_config
+    named = not (images.mm_processor_kwargs or images.media_io_kwargs)  # else vLLM's caches hash these too
+    return ImageInput(limit, tokens, texts, named)
 
 
 def _placeholder(config: Any) -> str | None:

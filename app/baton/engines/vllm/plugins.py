@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, aclosing, nullcontext
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -228,26 +228,18 @@ async def encode_prompt(
         GenerationFailed: the engine reported an error, or ended without a result.
     """
     (rendered,) = await client.renderer.render_cmpl_async([parsed])
+    headers = None
+    if await client.is_tracing_enabled():
+        given = {"traceparent": context.traceparent, "tracestate": context.tracestate}
+        headers = {name: value for name, value in given.items() if value}
     outputs = client.encode(
         salted(rendered, salt),
         params,
         f"{context.request_id}-{number}",
         priority=priority,
-        trace_headers=await _trace_headers(client, context),
+        trace_headers=headers,
     )
-    return await _final(outputs)
-
-
-async def _trace_headers(client: AsyncLLM, context: RequestContext) -> dict[str, str] | None:
-    if not await client.is_tracing_enabled():
-        return None
-    given = {"traceparent": context.traceparent, "tracestate": context.tracestate}
-    return {name: value for name, value in given.items() if value}
-
-
-async def _final(outputs: AsyncGenerator[Any, None]) -> Any:
-    """Return the final output. When this is cancelled, the engine drops the request."""
-    async with aclosing(outputs):
+    async with aclosing(outputs):  # when this is cancelled, the engine drops the request
         async for output in outputs:
             if output.error is not None:
                 raise GenerationFailed()
