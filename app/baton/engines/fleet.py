@@ -46,7 +46,7 @@ class Supervisor:
         metrics: GatewayMetrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._engine = engine
+        self.engine = engine
         self._settings = settings
         self._turn = turn
         self._metrics = metrics
@@ -61,20 +61,16 @@ class Supervisor:
             metrics.engines.restarts.labels(engine.name, reason)
 
     @property
-    def engine(self) -> Engine:
-        return self._engine
-
-    @property
     def state(self) -> EngineState:
         """The engine's state, but `restarting` while it is down and will be restarted."""
-        state = self._engine.state
+        state = self.engine.state
         if self.given_up or state in (EngineState.READY, EngineState.UNREACHABLE) or not self._start_s:
             return EngineState.FAILED if self.given_up else state
         return EngineState.RESTARTING
 
     def refusal(self) -> EngineUnavailable:
         """Make the error that says why the engine takes no request now, and when to retry."""
-        name, state = self._engine.name, self.state
+        name, state = self.engine.name, self.state
         if state is EngineState.STARTING:
             return EngineUnavailable(
                 f"The engine for '{name}' is still starting; try again shortly.", retry_after_s=5
@@ -101,9 +97,9 @@ class Supervisor:
         """
         async with self._turn:
             began = self._clock()
-            await self._engine.start(report)
+            await self.engine.start(report)
         self._start_s = max(self._clock() - began, 1e-3)
-        self._metrics.engines.start.labels(self._engine.name).set(self._start_s)
+        self._metrics.engines.start.labels(self.engine.name).set(self._start_s)
         self._log.info("engine_ready", seconds=round(self._start_s, 1))
 
     async def keep_alive(self) -> None:
@@ -121,13 +117,13 @@ class Supervisor:
         suspected = False
         while True:
             await asyncio.sleep(POLL_S)
-            if self._engine.state is EngineState.FAILED:
+            if self.engine.state is EngineState.FAILED:
                 return "died"
-            if self._engine.forwarding is not None:
+            if self.engine.forwarding is not None:
                 continue  # a server elsewhere has no step that could hang here
-            hangs = self._hangs(self._engine)
+            hangs = self._hangs(self.engine)
             if hangs and suspected:  # seen twice, since the event loop itself may have been blocked
-                await self._engine.kill()
+                await self.engine.kill()
                 return "hung"
             suspected = hangs
 
@@ -139,7 +135,7 @@ class Supervisor:
 
     async def _restarted(self, reason: str) -> bool:
         """Restart the engine once. Return whether no attempt must follow: it runs, or it was given up."""
-        await self._engine.stop()
+        await self.engine.stop()
         if self._too_often():
             self.given_up = True
             self._log.error("engine_given_up", restarts=len(self._restarts), within_s=self._settings.window_s)
@@ -147,7 +143,7 @@ class Supervisor:
         delay = self._delay()
         self._restarts.append(self._clock() + delay)
         await asyncio.sleep(delay)
-        self._metrics.engines.restarts.labels(self._engine.name, reason).inc()
+        self._metrics.engines.restarts.labels(self.engine.name, reason).inc()
         self._log.warning("engine_restarting", reason=reason, attempt=len(self._restarts))
         try:
             await self.start()

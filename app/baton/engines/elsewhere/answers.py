@@ -61,8 +61,11 @@ def parsed_json(text: bytes) -> tuple[Any, bool]:
 
 
 def refusal(engine: str, status: int, headers: Mapping[str, str], body: bytes) -> BatonError:
-    """Return the error for an answer that is none."""
-    fields = error_fields(body)
+    """Make the error for an answer that is none, of its `error` in OpenAI's or Anthropic's shape."""
+    try:
+        fields = fields_of(parsed_json(body)[0])
+    except ValueError:
+        fields = None
     server = f"The server that answers for '{engine}'"
     if status in BUSY:
         wait_s = retry_after_s(headers.get("retry-after"))
@@ -79,15 +82,6 @@ def refusal(engine: str, status: int, headers: Mapping[str, str], body: bytes) -
     if status == 404 and (fields.get("param") == "model" or fields.get("code") == "model_not_found"):
         return RemoteFailed(f"{server} does not serve the model that it is asked for.")
     return RemoteRefusal(fields["message"], status=status, fields=fields)
-
-
-def error_fields(body: bytes | str) -> Json | None:
-    """Return the `error` object of a body in OpenAI's or Anthropic's shape; None: it has another shape."""
-    try:
-        parsed, _ = parsed_json(body if isinstance(body, bytes) else body.encode())
-    except ValueError:
-        return None
-    return fields_of(parsed)
 
 
 def fields_of(parsed: object) -> Json | None:

@@ -10,7 +10,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -359,6 +359,14 @@ class RemoteEvents:
 
 
 ANSWERED = (200, 201, 202)
+OUTCOMES: tuple[tuple[type[BaseException], str], ...] = (
+    (ClientError, "refused"),
+    (RemoteBusy, "busy"),
+    (RemoteUnreachable, "unreachable"),
+    (RemoteTimeout, "timeout"),
+    (asyncio.CancelledError, "cancelled"),
+)
+"""What errors of a request are counted as; others have `failed`."""
 
 
 class RemoteServer:
@@ -391,6 +399,7 @@ class RemoteServer:
         self._doubt = doubt
         self._tenants = tenants
         self._secret = secrets.token_bytes(32)
+        self._most = int(engine.remote.answer_bytes)
         self._names = Names(engine.model, engine.name)
         self._peer: Peer | None = None
         self._is_vllm = False
@@ -436,18 +445,14 @@ class RemoteServer:
         headers = headers_of(context, key, automatic=not off)
         if not (body.get("stream") and operation in STREAMED):
             return await self._whole(PATHS[operation], headers, content, context)
-        over = self._begun()
-        try:
+        with self._counted() as over:
             answer = await self._asked(PATHS[operation], headers, content, context)
             if answer.media_type != EVENTS:
                 await answer.close()
                 raise RemoteFailed("The server that answers for this model did not answer with a stream.")
-        except BaseException as error:
-            over(_outcome(error))
-            raise
-        hides_usage = asks_for_usage(operation, body)
-        reader = StreamReader(operation, self._names, TokenCount(context), hides_usage)
-        return StreamReply(RemoteEvents(answer, reader, self._most, over), passed_on(answer.headers))
+            hides_usage = asks_for_usage(operation, body)
+            reader = StreamReader(operation, self._names, TokenCount(context), hides_usage)
+            return StreamReply(RemoteEvents(answer, reader, self._most, over), passed_on(answer.headers))
 
     async def create_handoff(self, body: Json, context: RequestContext) -> WholeReply:
         headers = headers_of(context, self._keys.of(context.tenant))
@@ -457,15 +462,11 @@ class RemoteServer:
     async def _whole(
         self, path: str, headers: dict[str, str], content: bytes, context: RequestContext
     ) -> WholeReply:
-        over = self._begun()
-        try:
+        with self._counted() as over:
             answer = await self._asked(path, headers, content, context)
             reply = await whole_reply(answer, self._most, self._names, TokenCount(context))
-        except BaseException as error:
-            over(_outcome(error))
-            raise
-        over("answered")
-        return reply
+            over("answered")
+            return reply
 
     async def peer(self, challenge: str, context: RequestContext) -> Peer | None:
         return await self._ask_peer(self._keys.of(context.tenant), challenge, context)
@@ -477,10 +478,6 @@ class RemoteServer:
         if answer.status in (*BUSY, *KEY_REFUSED) or answer.status >= 500:
             raise refusal(self._engine.name, answer.status, answer.headers, body)
         return _peer(body) if answer.status == 200 else None
-
-    @property
-    def _most(self) -> int:
-        return int(self._engine.remote.answer_bytes)
 
     def _apart(self, context: RequestContext, key: Key) -> bool:
         """Return whether other tenants' requests are sent with the same key, so that none may share KV."""
@@ -521,24 +518,17 @@ class RemoteServer:
             self._log.error("remote_request_failed", path=path, status=answer.status)
         raise refused
 
-    def _begun(self) -> Callable[[str], None]:
-        """Count a request as active; returns what is called once with its outcome."""
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[Over]:
+        """Count a request as active until its outcome is told, or it fails here."""
         self.active += 1
 
         def over(outcome: str) -> None:
             self.active -= 1
             self._metrics.count(outcome)
 
-        return over
-
-
-def _outcome(error: BaseException) -> str:
-    """Return the outcome that an error is counted as."""
-    kinds: tuple[tuple[type[BaseException], str], ...] = (
-        (ClientError, "refused"),
-        (RemoteBusy, "busy"),
-        (RemoteUnreachable, "unreachable"),
-        (RemoteTimeout, "timeout"),
-        (asyncio.CancelledError, "cancelled"),
-    )
-    return next((outcome for kind, outcome in kinds if isinstance(error, kind)), "failed")
+        try:
+            yield over
+        except BaseException as error:
+            over(next((outcome for kind, outcome in OUTCOMES if isinstance(error, kind)), "failed"))
+            raise
