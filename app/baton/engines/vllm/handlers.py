@@ -8,7 +8,7 @@ import re
 from argparse import Namespace
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jiter import from_json
@@ -138,12 +138,12 @@ def readable_calls(body: Json) -> Json:
 
 def _past_calls(body: Json) -> Iterator[tuple[str, Json]]:
     """Yield what holds the arguments of each call in a conversation, with its path."""
-    for field in ("messages", "input"):
-        items = body.get(field)
+    for name in ("messages", "input"):
+        items = body.get(name)
         for number, item in enumerate(items if isinstance(items, list) else ()):
             if not isinstance(item, dict):
                 continue
-            place = f"{field}[{number}]"
+            place = f"{name}[{number}]"
             yield place, item
             calls = item.get("tool_calls")
             for at, call in enumerate(calls if isinstance(calls, list) else ()):
@@ -241,21 +241,15 @@ class Handler:
     request: Any
     response: type[Any]
     handler: tuple[str, str]
-    dump: dict[str, Any]
+    dump: dict[str, Any] = field(default_factory=dict)
 
 
 HANDLERS: dict[Operation, Handler] = {
     Operation.COMPLETIONS: Handler(
-        CompletionRequest,
-        CompletionResponse,
-        ("openai_serving_completion", "create_completion"),
-        {},
+        CompletionRequest, CompletionResponse, ("openai_serving_completion", "create_completion")
     ),
     Operation.CHAT: Handler(
-        ChatCompletionRequest,
-        ChatCompletionResponse,
-        ("openai_serving_chat", "create_chat_completion"),
-        {},
+        ChatCompletionRequest, ChatCompletionResponse, ("openai_serving_chat", "create_chat_completion")
     ),
     Operation.RESPONSES: Handler(
         ResponsesRequest,
@@ -275,18 +269,18 @@ HANDLERS: dict[Operation, Handler] = {
         ("anthropic_serving_messages", "count_tokens"),
         {"exclude_none": True},
     ),
-    Operation.EMBEDDINGS: Handler(EmbeddingRequest, EmbeddingResponse, ("serving_embedding", "__call__"), {}),
-    Operation.POOLING: Handler(PoolingRequest, PoolingResponse, ("serving_pooling", "__call__"), {}),
+    Operation.EMBEDDINGS: Handler(EmbeddingRequest, EmbeddingResponse, ("serving_embedding", "__call__")),
+    Operation.POOLING: Handler(PoolingRequest, PoolingResponse, ("serving_pooling", "__call__")),
     Operation.CLASSIFY: Handler(
-        ClassificationRequest, ClassificationResponse, ("serving_classification", "__call__"), {}
+        ClassificationRequest, ClassificationResponse, ("serving_classification", "__call__")
     ),
-    Operation.SCORE: Handler(ScoreRequest, ScoreResponse, ("serving_scores", "__call__"), {}),
-    Operation.RERANK: Handler(RerankRequest, RerankResponse, ("serving_scores", "__call__"), {}),
+    Operation.SCORE: Handler(ScoreRequest, ScoreResponse, ("serving_scores", "__call__")),
+    Operation.RERANK: Handler(RerankRequest, RerankResponse, ("serving_scores", "__call__")),
     Operation.TOKENIZE: Handler(
-        TokenizeRequest, TokenizeResponse, ("serving_tokenization", "create_tokenize"), {}
+        TokenizeRequest, TokenizeResponse, ("serving_tokenization", "create_tokenize")
     ),
     Operation.DETOKENIZE: Handler(
-        DetokenizeRequest, DetokenizeResponse, ("serving_tokenization", "create_detokenize"), {}
+        DetokenizeRequest, DetokenizeResponse, ("serving_tokenization", "create_detokenize")
     ),
 }
 
