@@ -119,7 +119,7 @@ class TransferRequest:
 
     @property
     def moves_kv(self) -> bool:
-        """Whether the connector has a part in the request; otherwise it only replaces the body's prompt."""
+        """Whether KV is saved, loaded or mixed, so that the connector is told; else it brings a prompt."""
         return self.save is not None or self.load is not None or self.mixture is not None
 
     @property
@@ -138,9 +138,9 @@ class TransferChooser(Protocol):
 
         Args:
             prompt: token ids of the whole prompt.
-            images: the images that it holds, in order; it holds nothing else.
+            images: those in it, in order; prompts that hold other media are not asked about.
             loads: whether the engine may start from loaded KV for it.
-            saves: whether the engine may save it: its KV is that of one answer.
+            saves: whether the engine may save it: not with several answers at once (`n`).
         """
         ...
 
