@@ -118,9 +118,9 @@ def _with_engine(
     named = [flag for flag in arguments if flag.startswith(("--tokenizer", "--hf-config", "--speculative"))]
     offline = not named and (arguments[0] in EMBEDDED or Path(arguments[0]).exists())
     apply_environment(settings, offline=offline, compiles=not eager)
-    from baton.engines.vllm.build_fleet import engine_from_command_line  # seconds of vLLM
+    from baton.engines.vllm.arguments import settings_from_command_line  # seconds of vLLM
 
-    return load_settings(config, **overrides, engines=(engine_from_command_line(arguments, **options),))
+    return load_settings(config, **overrides, engines=(settings_from_command_line(arguments, **options),))
 
 
 @app.command()

@@ -92,7 +92,7 @@ async def test_it_is_asked_again_as_the_sync_one_is(monkeypatch: pytest.MonkeyPa
     async def paused(seconds: float) -> None:
         pauses.append(seconds)
 
-    monkeypatch.setattr("baton_client.async_driver.asyncio.sleep", paused)
+    monkeypatch.setattr("baton_client.driver.asyncio.sleep", paused)
     async with AsyncBaton("http://127.0.0.1:1") as baton:
         with pytest.raises(ConnectionLost, match="Check base_url"):
             await baton.chat("a", "11")

@@ -14,8 +14,9 @@ from support import pictures
 from support.gateways import run_fake
 from support.remote_gateways import remote, run_near
 
+from baton.engines.backend import Backend
+from baton.engines.engine import LocalEngine, Plugin
 from baton.engines.fake.engine import FakeEngine
-from baton.engines.port import Plugin
 
 MESSAGES = [{"role": "user", "content": "Say a few words about the sea."}]
 REQUESTS = {
@@ -35,6 +36,16 @@ def fakes() -> list[FakeEngine]:
         FakeEngine("smollm2-fp32"),
         FakeEngine("flood-tiny", pooling=True, plugin=geo),
     ]
+
+
+def test_a_server_elsewhere_has_no_member_that_only_an_engine_here_can_answer() -> None:
+    """Of the two ports it has the one that all have, and no constant in place of the rest."""
+    everywhere, here, elsewhere = (
+        {name for name in dir(each) if not name.startswith("_")}
+        for each in (Backend, LocalEngine, remote("http://127.0.0.1:9"))
+    )
+    assert everywhere < here <= set(dir(FakeEngine("a")))
+    assert elsewhere & here == everywhere | {"forwarding"}
 
 
 @pytest.fixture(scope="module", params=["fake", "remote", pytest.param("vllm", marks=pytest.mark.engine)])

@@ -16,7 +16,7 @@ from support.archives import WEED, Archive, archive_server, archived_machine
 from support.noise import picture
 from support.shared_stores import BINARIES, ENGINE, Machine, machine, must_run, store_server
 
-from baton.engines.kv_transfer import TransferReport, TransferRequest
+from baton.engines.transfers import TransferReport, TransferRequest
 from baton.errors import HandoffNotFound, HandoffPinsFull
 from baton.images.placed_image import PlacedImage
 from baton.library.archive import storage as archive_storage

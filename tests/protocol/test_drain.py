@@ -24,7 +24,7 @@ from baton.config.groups import EngineSettings
 from baton.config.settings import load_settings
 from baton.engines.fake.engine import FakeEngine
 from baton.engines.fleet import Fleet
-from baton.engines.kv_transfer import TransferRequest
+from baton.engines.transfers import TransferRequest
 from baton.http import uvicorn_server
 from baton.library.handoff import Handoff, HandoffState
 from baton.library.library import Library

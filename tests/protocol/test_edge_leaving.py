@@ -20,9 +20,9 @@ import structlog
 from support.gateways import FakeGateway, run_fake
 from support.wire import TEXT, connect, metric, open_connections, request, rss, talk, wait_for
 
+from baton.engines.backend import Json, Operation, Reply, StreamReply
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
-from baton.engines.kv_transfer import TransferChooser, TransferRequest
-from baton.engines.port import Json, Operation, Reply, StreamReply
+from baton.engines.transfers import TransferChooser, TransferRequest
 from baton.telemetry.ids import RequestContext
 
 CLIENTS = 1000

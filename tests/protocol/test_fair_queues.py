@@ -25,8 +25,8 @@ from support.plugin_gateways import until
 from support.sample_plugins import Current, Files, plugin
 
 from baton.admission.api_keys import create_key
+from baton.engines.backend import ImageInput
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
-from baton.engines.port import ImageInput
 from baton.http import request as request_body
 from baton.images import reader
 from baton.library.handoff import Handoff

@@ -17,9 +17,9 @@ from support.gateways import FakeGateway, run_fake
 from support.noise import part, picture, text, user
 
 from baton.config.groups import EngineSettings
+from baton.engines.backend import ImageInput
 from baton.engines.fake.answers import IMAGE, token_id, token_ids
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
-from baton.engines.port import ImageInput
 
 CHAT = "/v1/chat/completions"
 Message = dict[str, Any]

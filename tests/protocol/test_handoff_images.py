@@ -15,9 +15,9 @@ from support.noise import part, picture, text, user
 
 from baton.admission.api_keys import create_key
 from baton.config.groups import EngineSettings
+from baton.engines.backend import ImageInput
 from baton.engines.fake.answers import IMAGE, token_id, token_ids
 from baton.engines.fake.engine import FakeEngine
-from baton.engines.port import ImageInput
 from baton.images.image_position import ImagePosition
 from baton.images.placed_image import PlacedImage
 

@@ -10,9 +10,9 @@ import pytest
 from support.gateways import FakeGateway, run_fake
 from support.noise import part, picture, user
 
+from baton.engines.backend import ImageInput, Json, Operation, Reply
 from baton.engines.fake.answers import IMAGE, MAX_MODEL_LEN, token_id, token_ids
 from baton.engines.fake.engine import FakeEngine
-from baton.engines.port import ImageInput, Json, Operation, Reply
 from baton.errors import BatonError, EngineOverloaded, GenerationFailed
 from baton.library.handoff import Handoff
 

@@ -12,9 +12,9 @@ from support.gateways import FakeGateway, run_fake
 from support.noise import part, picture, user
 
 from baton.config.groups import EngineSettings
+from baton.engines.backend import ImageInput
 from baton.engines.fake.answers import IMAGE, token_id
 from baton.engines.fake.engine import FakeEngine
-from baton.engines.port import ImageInput
 from baton.images.client_image import ClientImage
 from baton.images.placed_image import PlacedImage
 

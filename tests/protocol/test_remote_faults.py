@@ -19,9 +19,9 @@ from support.remote_gateways import complete, remote, run_near
 from support.tcp_proxy import tcp_proxy
 from support.wire import metric, wait_for
 
+from baton.engines.backend import EngineState
 from baton.engines.elsewhere import server as probe
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
-from baton.engines.port import EngineState
 from baton_client import Baton
 
 TOKEN_S = 0.05

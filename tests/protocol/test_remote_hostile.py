@@ -32,9 +32,9 @@ from support.remote_gateways import (
 )
 from support.wire import metric, wait_for
 
+from baton.engines.backend import EngineState
 from baton.engines.elsewhere import server as probe
 from baton.engines.elsewhere.keys import RemoteKeys
-from baton.engines.port import EngineState
 
 
 @pytest.fixture(scope="module")

@@ -21,10 +21,10 @@ from support.wire import metric, wait_for
 
 from baton.config.settings import load_settings
 from baton.doctor.machine import examine_servers
+from baton.engines.backend import EngineState
 from baton.engines.elsewhere.breaker import Breaker
 from baton.engines.elsewhere.engine import RemoteEngine
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
-from baton.engines.port import EngineState
 from baton.errors import SettingsError, StartError
 
 SOON = {"probe_s": 0.1, "failures": 2, "connect_s": 1}

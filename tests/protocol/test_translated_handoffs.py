@@ -14,8 +14,9 @@ from support.gateways import FakeGateway, Held, run_fake
 from support.wire import connect, request, wait_for
 
 from baton.admission.api_keys import create_key
+from baton.engines.backend import Operation
+from baton.engines.engine import Engine
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
-from baton.engines.port import Engine, Operation
 from baton.library.handoff import Handoff
 from baton.relay.asked import HandoffOptions
 

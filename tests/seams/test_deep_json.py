@@ -15,7 +15,7 @@ from support.unasked_engine import UnaskedEngine, handlers_on  # after the skip
 
 from baton.config.groups import EngineSettings  # after the skip
 from baton.config.settings import load_settings  # after the skip
-from baton.engines.port import Operation  # after the skip
+from baton.engines.backend import Operation  # after the skip
 from baton.engines.vllm import handlers  # after the skip
 from baton.engines.vllm.client import CURRENT_CALL, Call  # after the skip
 from baton.engines.vllm.errors import translate  # after the skip

@@ -16,7 +16,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 
 from baton import errors  # after the skip
 from baton.engines import scrub as wording  # after the skip
-from baton.engines.port import Operation  # after the skip
+from baton.engines.backend import Operation  # after the skip
 from baton.engines.vllm import errors as faults  # after the skip
 from baton.engines.vllm.handlers import HANDLERS  # after the skip
 from baton.http.body.fields import RENDERER_ARGUMENTS  # after the skip

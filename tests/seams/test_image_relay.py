@@ -18,8 +18,8 @@ from vllm.multimodal.utils import get_mm_features_in_window
 from vllm.renderers.base import BaseRenderer
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from baton.engines.kv_transfer import TransferRequest
-from baton.engines.port import Operation
+from baton.engines.backend import Operation
+from baton.engines.transfers import TransferRequest
 from baton.engines.vllm.handlers import with_whole_prompt
 from baton.engines.vllm.images import ImagePrompts, _target
 from baton.errors import HandoffIncompatible, ImagesMisplaced, InvalidRequest

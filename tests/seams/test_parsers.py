@@ -17,7 +17,7 @@ from vllm.tool_parsers import ToolParserManager
 
 from baton.config.groups import EngineSettings  # after the skip
 from baton.config.settings import load_settings  # after the skip
-from baton.engines.port import Operation  # after the skip
+from baton.engines.backend import Operation  # after the skip
 from baton.engines.vllm import arguments, handlers  # after the skip
 from baton.engines.vllm.client import CURRENT_CALL, Call  # after the skip
 from baton.errors import InvalidRequest

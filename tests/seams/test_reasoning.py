@@ -20,7 +20,7 @@ from vllm.v1.engine.input_processor import InputProcessor  # after the skip
 
 from baton.config.groups import EngineSettings  # after the skip
 from baton.config.settings import load_settings  # after the skip
-from baton.engines.port import Operation  # after the skip
+from baton.engines.backend import Operation  # after the skip
 from baton.engines.vllm import (
     arguments,  # after the skip
     handlers,  # after the skip

@@ -25,7 +25,7 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger  # after the skip
 from baton import errors  # after the skip
 from baton.config.groups import EngineSettings  # after the skip
 from baton.engines import vllm_version as version  # after the skip
-from baton.engines.port import ImageInput, Operation  # after the skip
+from baton.engines.backend import ImageInput, Operation  # after the skip
 from baton.engines.vllm import (
     arguments,  # after the skip
     handlers,  # after the skip

@@ -28,9 +28,9 @@ from fastapi import FastAPI
 from baton.admission.api_keys import keyring_for
 from baton.config.groups import EngineSettings
 from baton.config.settings import Settings, load_settings
+from baton.engines.engine import Engine
 from baton.engines.fake.engine import FakeEngine
 from baton.engines.fleet import Fleet
-from baton.engines.port import Engine
 from baton.engines.process.processes import segments_of, wait_until_gone
 from baton.http.uvicorn_server import GatewayServer, url_of
 from baton.serve import listen, listen_for_metrics

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from baton.config.groups import HandoffSettings
 from baton.engines.fake.engine import FakeEngine
-from baton.engines.kv_transfer import TransferRequest
+from baton.engines.transfers import TransferRequest
 from baton.errors import HandoffNotFound
 from baton.library.handoff import Handoff, HandoffState
 from baton.library.here.images import ImageStore

@@ -7,7 +7,7 @@ from typing import Any
 
 from httpx import Response
 
-from baton.engines.port import ImageInput
+from baton.engines.backend import ImageInput
 from support import pictures
 from support.gateways import FakeGateway
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from baton.engines.port import Plugin
+from baton.engines.engine import Plugin
 
 SECRET = "/etc/secret-of-the-plugin"
 

@@ -25,7 +25,7 @@ from vllm.v1.request import Request
 
 from baton.config.groups import EngineSettings
 from baton.config.settings import load_settings
-from baton.engines.port import EngineState, Json, Operation, Reply, Report
+from baton.engines.backend import EngineState, Json, Operation, Reply, Report
 from baton.engines.vllm import arguments
 from baton.engines.vllm.engine import VllmEngine
 from baton.engines.vllm.engine_thread import Starts

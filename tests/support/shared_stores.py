@@ -19,7 +19,7 @@ import valkey
 
 from baton.config.groups import HandoffSettings
 from baton.engines.fake.engine import FakeEngine
-from baton.engines.kv_transfer import TransferRequest
+from baton.engines.transfers import TransferRequest
 from baton.library.handoff import Handoff
 from baton.library.library import Library
 from baton.library.shared.storage import SharedStorage, open_shared

@@ -16,7 +16,7 @@ from support.archives import Archive, ArchivedMachine, archived_machine, with_s3
 from support.noise import picture
 from support.shared_stores import BINARIES, ENGINE, store_server
 
-from baton.engines.kv_transfer import TransferReport, TransferRequest
+from baton.engines.transfers import TransferReport, TransferRequest
 from baton.errors import HandoffImagesLost, HandoffNotFound, SettingsError
 from baton.images.placed_image import PlacedImage
 from baton.library.archive.archiver import remove_expired

@@ -13,7 +13,7 @@ import pytest
 from support.archives import Archive, archive_server, archived_machine, with_s3
 from support.shared_stores import ENGINE
 
-from baton.engines.kv_transfer import TransferRequest
+from baton.engines.transfers import TransferRequest
 from baton.errors import HandoffNotFound, HandoffStoreUnavailable
 
 pytestmark = with_s3
@@ -117,7 +117,7 @@ import asyncio, sys, time
 from pathlib import Path
 from support.archives import Archive, archived_machine
 from support.shared_stores import ENGINE
-from baton.engines.kv_transfer import TransferRequest
+from baton.engines.transfers import TransferRequest
 
 async def main():
     archive = Archive(sys.argv[1], None, Path(sys.argv[2]))

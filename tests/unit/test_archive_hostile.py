@@ -17,7 +17,7 @@ from support.s3_proxy import Refusal, S3Proxy, s3_proxy
 from support.shared_stores import BINARIES, ENGINE, store_server
 
 from baton.engines.fake.engine import FakeEngine
-from baton.engines.kv_transfer import TransferRequest
+from baton.engines.transfers import TransferRequest
 from baton.errors import HandoffNotFound, HandoffStoreUnavailable
 from baton.library.archive import bucket as archive_bucket
 from baton.library.archive import copies as archive_files

@@ -12,9 +12,9 @@ from prometheus_client import CollectorRegistry
 from support.handoff_house import Clocks, House, becomes
 
 from baton.config.groups import HandoffSettings
+from baton.engines.backend import EngineState
 from baton.engines.fake.engine import FakeEngine
-from baton.engines.kv_transfer import TransferReport, TransferRequest
-from baton.engines.port import EngineState
+from baton.engines.transfers import TransferReport, TransferRequest
 from baton.errors import EngineRestarting
 from baton.library.handoff import Handoff, key_of, new_id
 from baton.relay import audit as service

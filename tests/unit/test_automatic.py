@@ -12,9 +12,9 @@ from prometheus_client import CollectorRegistry
 from support.handoff_house import Clocks, House, audits_of
 
 from baton.config.groups import HandoffSettings
+from baton.engines.backend import Operation
 from baton.engines.fake.engine import FakeEngine
-from baton.engines.kv_transfer import TransferRequest
-from baton.engines.port import Operation
+from baton.engines.transfers import TransferRequest
 from baton.errors import HandoffNotFound
 from baton.library.handoff import Handoff, key_of
 from baton.library.here.records import Edit

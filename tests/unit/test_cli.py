@@ -26,8 +26,8 @@ def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Settings]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cli, "check_vllm", lambda: None)
     monkeypatch.setattr(cli, "apply_environment", lambda *_, **__: None)
-    launch = SimpleNamespace(engine_from_command_line=engine)  # the real one imports vLLM
-    monkeypatch.setitem(sys.modules, "baton.engines.vllm.build_fleet", launch)
+    launch = SimpleNamespace(settings_from_command_line=engine)  # the real one imports vLLM
+    monkeypatch.setitem(sys.modules, "baton.engines.vllm.arguments", launch)
     monkeypatch.setattr("baton.serve.serve", taken.append)
     return taken
 

@@ -14,9 +14,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from baton.config.groups import HandoffSettings
+from baton.engines.backend import ImageInput
 from baton.engines.fake.engine import FakeEngine
-from baton.engines.kv_transfer import TransferReport, TransferRequest
-from baton.engines.port import ImageInput
+from baton.engines.transfers import TransferReport, TransferRequest
 from baton.errors import HandoffNotFound, HandoffPinsFull
 from baton.images.client_image import ClientImage
 from baton.images.placed_image import PlacedImage

@@ -12,9 +12,9 @@ import pytest
 from support.planted import foreign_folder, link, open_folder, pipe, plain_file
 
 from baton.config.settings import Settings
+from baton.engines.backend import ImageInput
 from baton.engines.fake.engine import FakeEngine
-from baton.engines.kv_transfer import TransferReport, TransferRequest
-from baton.engines.port import ImageInput
+from baton.engines.transfers import TransferReport, TransferRequest
 from baton.errors import HandoffImagesLost, HandoffNotFound, SettingsError
 from baton.images.client_image import ClientImage
 from baton.images.placed_image import PlacedImage

@@ -14,9 +14,9 @@ from support.handoff_house import becomes
 from support.noise import picture
 
 from baton.config.groups import HandoffSettings
+from baton.engines.backend import ImageInput
 from baton.engines.fake.engine import FakeEngine
-from baton.engines.kv_transfer import TransferReport, TransferRequest
-from baton.engines.port import ImageInput
+from baton.engines.transfers import TransferReport, TransferRequest
 from baton.errors import HandoffImagesLost, HandoffIncompatible
 from baton.images.client_image import ClientImage
 from baton.images.placed_image import PlacedImage

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.handoff_house import ENGINE, Clocks, House, there
 
-from baton.engines.kv_transfer import TransferRequest
+from baton.engines.transfers import TransferRequest
 from baton.library.handoff import Handoff, HandoffState
 from baton_kv.stores.file import FileStore
 

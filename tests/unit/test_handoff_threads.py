@@ -17,7 +17,7 @@ from support.memory_store import MemoryStore
 from baton.admission.fair_threads import in_own_thread
 from baton.config.groups import HandoffSettings
 from baton.engines.fake.engine import FakeEngine
-from baton.engines.kv_transfer import TransferReport, TransferRequest
+from baton.engines.transfers import TransferReport, TransferRequest
 from baton.errors import GatewayOverloaded, HandoffNotFound
 from baton.library.handoff import Handoff, HandoffState, new_id
 from baton.library.here.images import ImageStore

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from support.handoff_house import ENGINE, Clocks, House, becomes, there
 
-from baton.engines.kv_transfer import TransferRequest
+from baton.engines.transfers import TransferRequest
 from baton.errors import HandoffNotFound, HandoffPinsFull
 from baton.library.handoff import Handoff, HandoffState
 from baton.library.here.images import ImageStore

@@ -16,7 +16,7 @@ from support.handoff_house import becomes
 
 from baton.config.groups import HandoffSettings
 from baton.engines.fake.engine import FakeEngine
-from baton.engines.kv_transfer import TransferRequest
+from baton.engines.transfers import TransferRequest
 from baton.errors import HandoffNotFound, HandoffPinsFull
 from baton.library.handoff import Handoff
 from baton.library.here.images import ImageStore

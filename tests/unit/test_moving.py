@@ -12,8 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from baton.engines.fake.engine import FakeEngine
-from baton.engines.kv_transfer import TransferReport, TransferRequest
-from baton.engines.speeds import TransferWatch
+from baton.engines.transfers import TransferReport, TransferRequest, TransferWatch
 from baton.errors import OperationUnsupported
 from baton.images.image_position import ImagePosition
 from baton.library.handoff import Handoff, HandoffState, StoredImage

@@ -9,8 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from baton.engines.fake.engine import FakeEngine
-from baton.engines.kv_transfer import TransferRequest
-from baton.engines.speeds import Throughput, TransferWatch
+from baton.engines.transfers import Throughput, TransferRequest, TransferWatch
 from baton.library.handoff import Handoff, StoredImage
 from baton.relay.cost import Choice, Decision, LoadCost
 from baton.relay.plan import entry_to_name

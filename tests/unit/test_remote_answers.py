@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.engines.backend import Operation
 from baton.engines.elsewhere.answers import (
     EventSplitter,
     Names,
@@ -21,7 +22,6 @@ from baton.engines.elsewhere.answers import (
     refusal,
 )
 from baton.engines.elsewhere.server import whole_reply
-from baton.engines.port import Operation
 from baton.errors import BatonError, RemoteFailed
 from baton.telemetry.ids import RequestContext
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from baton.engines.port import StreamReply
+from baton.engines.backend import StreamReply
 from baton.responses.service import stored
 
 

@@ -13,7 +13,7 @@ from support.shared_index import index_errors
 from support.shared_stores import ENGINE, Machine, StoreServer, machine, servers, store_server
 from support.wire import wait_for
 
-from baton.engines.kv_transfer import TransferRequest
+from baton.engines.transfers import TransferRequest
 from baton.errors import HandoffNotFound, HandoffStoreUnavailable
 from baton.library.handoff import HandoffState
 from baton.library.shared import files as pool_files

@@ -18,7 +18,7 @@ from support.tcp_proxy import tcp_proxy
 
 from baton.config.groups import HandoffSettings
 from baton.engines.fake.engine import FakeEngine
-from baton.engines.kv_transfer import TransferReport, TransferRequest
+from baton.engines.transfers import TransferReport, TransferRequest
 from baton.errors import (
     HandoffImagesLost,
     HandoffNotFound,

@@ -13,7 +13,7 @@ from support.noise import picture
 from support.shared_fuzz import DEEP, listed, survive
 from support.shared_stores import ENGINE, Machine, StoreServer, machine, servers, store_server
 
-from baton.engines.kv_transfer import TransferRequest
+from baton.engines.transfers import TransferRequest
 from baton.errors import HandoffImagesLost, HandoffNotFound
 from baton.images.placed_image import PlacedImage
 from baton.library.handoff import Handoff, scope_of

@@ -13,9 +13,9 @@ import pytest
 
 from baton.config.groups import SupervisionSettings
 from baton.engines import fleet as supervisor_module
+from baton.engines.backend import EngineState
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
 from baton.engines.fleet import POLL_S, Fleet, Supervisor
-from baton.engines.port import EngineState
 from baton.engines.vllm.engine import Progress
 from baton.errors import EngineRestarting, EngineUnavailable, StartError
 from baton.telemetry.metrics import GatewayMetrics

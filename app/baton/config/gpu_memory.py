@@ -63,7 +63,7 @@ def _named(engine: EngineSettings) -> float | None:
 
 
 def _rest(sharing: Sequence[EngineSettings]) -> float:
-    """Return what each engine without a share of its own gets of a GPU."""
+    """Compute the share of a GPU for each engine without one of its own."""
     named = [share for engine in sharing if (share := _named(engine)) is not None]
     unnamed = len(sharing) - len(named)
     return round((USABLE_SHARE - sum(named)) / unnamed, 3) if unnamed else 0.0

@@ -56,7 +56,7 @@ def cpu_threads(settings: Settings) -> str:
 
 
 def openmp_environment() -> dict[str, str] | None:
-    """Return what an engine core of one rank on a CPU reads when it loads the OpenMP runtime.
+    """Compute the variables that the OpenMP runtime of an engine core of one rank on a CPU reads.
 
     It is what vLLM gives the worker process of a core that has one: torch's own runtime, and one thread bound
     to each core of `VLLM_CPU_OMP_THREADS_BIND`. It is read after `apply_environment`, and belongs into no
@@ -103,7 +103,6 @@ def apply_environment(
     """Set the variables that vLLM reads, before it is imported; those that are set already stay.
 
     Args:
-        settings: the settings of this process.
         offline: whether every model is on this machine, so that no hub is asked.
         marks: variables that every process started by this one carries.
         compiles: whether some engine uses torch.compile. Where none does, vLLM would still compile small

@@ -45,7 +45,6 @@ def examine_gpus(settings: Settings, command: str = "nvidia-smi") -> Iterator[Fi
     """Check what engines on NVIDIA GPUs need.
 
     Args:
-        settings: the settings.
         command: the driver's tool, which lists the GPUs.
     """
     try:

@@ -13,13 +13,11 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from baton.config.groups import SupervisionSettings
-from baton.engines.port import Engine, EngineState
+from baton.engines.backend import EngineState
+from baton.engines.engine import Engine, LocalEngine
 from baton.errors import EngineRestarting, EngineUnavailable, InvalidRequest, ModelNotFound, StartError
 from baton.telemetry.metrics import GatewayMetrics
 from baton.telemetry.page import MergedRegistry
-
-# Restart an engine that died or hangs; give up after too many restarts.
-
 
 POLL_S = 0.2
 REASONS = ("died", "hung", "start")
@@ -32,10 +30,8 @@ class Supervisor:
     """The supervision of one engine, from its first start to its end.
 
     Args:
-        engine: the engine.
         settings: when it counts as hung, and how often it is restarted.
         turn: held while it starts: as many engines start at once as memory allows.
-        metrics: the gateway's metrics, which count restarts.
         clock: seconds on a monotonic clock.
 
     Attributes:
@@ -50,7 +46,7 @@ class Supervisor:
         metrics: GatewayMetrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._engine = engine
+        self.engine = engine
         self._settings = settings
         self._turn = turn
         self._metrics = metrics
@@ -65,20 +61,16 @@ class Supervisor:
             metrics.engines.restarts.labels(engine.name, reason)
 
     @property
-    def engine(self) -> Engine:
-        return self._engine
-
-    @property
     def state(self) -> EngineState:
         """The engine's state, but `restarting` while it is down and will be restarted."""
-        state = self._engine.state
+        state = self.engine.state
         if self.given_up or state in (EngineState.READY, EngineState.UNREACHABLE) or not self._start_s:
             return EngineState.FAILED if self.given_up else state
         return EngineState.RESTARTING
 
     def refusal(self) -> EngineUnavailable:
-        """Return the error that says why the engine takes no request now, and when to retry."""
-        name, state = self._engine.name, self.state
+        """Make the error that says why the engine takes no request now, and when to retry."""
+        name, state = self.engine.name, self.state
         if state is EngineState.STARTING:
             return EngineUnavailable(
                 f"The engine for '{name}' is still starting; try again shortly.", retry_after_s=5
@@ -100,17 +92,14 @@ class Supervisor:
     async def start(self, report: Callable[[str], None] = lambda _phase: None) -> None:
         """Start the engine, once it is its turn.
 
-        Args:
-            report: called with each phase of the start.
-
         Raises:
             StartError: the engine cannot run.
         """
         async with self._turn:
             began = self._clock()
-            await self._engine.start(report)
+            await self.engine.start(report)
         self._start_s = max(self._clock() - began, 1e-3)
-        self._metrics.engines.start.labels(self._engine.name).set(self._start_s)
+        self._metrics.engines.start.labels(self.engine.name).set(self._start_s)
         self._log.info("engine_ready", seconds=round(self._start_s, 1))
 
     async def keep_alive(self) -> None:
@@ -128,23 +117,25 @@ class Supervisor:
         suspected = False
         while True:
             await asyncio.sleep(POLL_S)
-            if self._engine.state is EngineState.FAILED:
+            if self.engine.state is EngineState.FAILED:
                 return "died"
-            hangs = self._hangs()
+            if self.engine.forwarding is not None:
+                continue  # a server elsewhere has no step that could hang here
+            hangs = self._hangs(self.engine)
             if hangs and suspected:  # seen twice, since the event loop itself may have been blocked
-                await self._engine.kill()
+                await self.engine.kill()
                 return "hung"
             suspected = hangs
 
-    def _hangs(self) -> bool:
-        stalled = self._engine.stalled_s()
-        self._metrics.engines.stalled.labels(self._engine.name).set(stalled)
-        limit = max(self._settings.hang_s, STEPS_OF_PATIENCE * self._engine.longest_step_s)
+    def _hangs(self, engine: LocalEngine) -> bool:
+        stalled = engine.stalled_s()
+        self._metrics.engines.stalled.labels(engine.name).set(stalled)
+        limit = max(self._settings.hang_s, STEPS_OF_PATIENCE * engine.longest_step_s)
         return bool(self._settings.hang_s) and stalled > limit
 
     async def _restarted(self, reason: str) -> bool:
         """Restart the engine once. Return whether no attempt must follow: it runs, or it was given up."""
-        await self._engine.stop()
+        await self.engine.stop()
         if self._too_often():
             self.given_up = True
             self._log.error("engine_given_up", restarts=len(self._restarts), within_s=self._settings.window_s)
@@ -152,7 +143,7 @@ class Supervisor:
         delay = self._delay()
         self._restarts.append(self._clock() + delay)
         await asyncio.sleep(delay)
-        self._metrics.engines.restarts.labels(self._engine.name, reason).inc()
+        self._metrics.engines.restarts.labels(self.engine.name, reason).inc()
         self._log.warning("engine_restarting", reason=reason, attempt=len(self._restarts))
         try:
             await self.start()
@@ -174,9 +165,6 @@ class Supervisor:
         return min(doubled, self._settings.backoff_max_s)
 
 
-# Start, supervise, pick and stop the engines of one gateway.
-
-
 log = structlog.get_logger("baton.fleet")
 
 FleetReport = Callable[[str, str], None]
@@ -188,7 +176,6 @@ class Fleet:
     """The engines of one gateway, by name.
 
     Args:
-        engines: the engines, not started.
         metrics: the gateway's metrics, which show the engines' states and restarts.
         supervision: when an engine counts as hung, and how often it is restarted.
         shared_registries: registries of metrics that belong to no single engine.
@@ -223,6 +210,11 @@ class Fleet:
     @property
     def engines(self) -> tuple[Engine, ...]:
         return tuple(supervisor.engine for supervisor in self._supervisors.values())
+
+    @property
+    def here(self) -> tuple[LocalEngine, ...]:
+        """The engines that run here."""
+        return tuple(engine for engine in self.engines if engine.forwarding is None)
 
     @property
     def names(self) -> list[str]:

@@ -15,12 +15,8 @@ from typing import Any
 from baton.config.groups import CPU_KV_CACHE_BYTES, EngineSettings
 from baton.models.catalog import EMBEDDED
 
-# Read this machine's processor: its name, architecture and instruction sets.
-#
-# No other file reads `/proc/cpuinfo`.
-
-
 CPUINFO = Path("/proc/cpuinfo")
+"""Read by no other file."""
 X86 = ("x86_64", "AMD64")
 BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16"})
 """Flags of x86 processors that multiply bfloat16 matrices in hardware; the others emulate it."""
@@ -71,9 +67,6 @@ def read_processor(cpuinfo: Path = CPUINFO, architecture: str | None = None) -> 
     return Processor(fields.get("model name") or architecture, architecture, frozenset(flags.split()))
 
 
-# Find the NVIDIA GPUs of this machine without importing torch or vLLM.
-
-
 MIB = 1024**2
 QUERY = ("index", "uuid", "name", "memory.total", "memory.free", "driver_version")
 TIMEOUT_S = 30
@@ -106,10 +99,7 @@ class Gpu:
 
 
 def read_gpus(command: str = "nvidia-smi") -> list[Gpu]:
-    """Return the GPUs that the driver's own tool lists.
-
-    Args:
-        command: the tool.
+    """Find the NVIDIA GPUs that the driver's own tool lists, without importing torch or vLLM.
 
     Raises:
         NoGpu: the tool is missing, fails, or lists none.
@@ -161,9 +151,7 @@ def dtype_for(
     """Choose the dtype of one engine.
 
     Args:
-        settings: the engine's table of the settings.
         model: folder of its weights.
-        processor: the processor that runs it.
         memory: bytes of memory that this machine has; None: unknown.
 
     Returns:

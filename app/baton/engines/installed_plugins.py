@@ -90,7 +90,7 @@ def _plugin(group: str, point: EntryPoint, named: list[str] | None) -> Installed
 
 
 def _unimportable(point: EntryPoint) -> str:
-    """Return why a plugin cannot be imported; empty if its package exists.
+    """Explain why a plugin cannot be imported; empty if its package exists.
 
     Only the package is looked for: to import a plugin may take seconds, and is left to vLLM.
     """

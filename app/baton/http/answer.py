@@ -13,7 +13,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from baton.admission.tenants import Ticket
-from baton.engines.port import Engine, Operation, Reply, StreamReply
+from baton.engines.backend import Operation, Reply, StreamReply
+from baton.engines.engine import Engine
 from baton.errors import BatonError
 from baton.http.body.fields import ARGUMENTS, check_field_limits, strip_arguments, strip_steering
 from baton.http.body.json import is_small
@@ -134,10 +135,10 @@ async def _respond(
     handed_over = operation in OPERATIONS
     header = request.headers.get(HEADER)
     automatic = handed_over and (header is None or apply_header(body, header))
-    if (forwarding := engine.forwarding) is not None:
-        await prepare_forwarded(request, engine, forwarding, operation, body)
+    if engine.forwarding is not None:
+        await prepare_forwarded(request, engine, operation, body)
         await take_place(request, engine)
-        reply = await forwarding.send(operation, body, context, automatic=automatic)
+        reply = await engine.forwarding.send(operation, body, context, automatic=automatic)
         return await _response(request, gateway, reply, finish)
     relay, place = gateway.relay, partial(take_place, request, engine)
     options = relay.asked(engine, operation, body) if "handoff" in body else None

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from starlette.requests import Request
 
-from baton.engines.port import Engine, Forwarding, Operation
+from baton.engines.backend import Elsewhere, Operation
 from baton.errors import InvalidRequest, OperationUnsupported
 from baton.http.request import context_of, gateway_of
 from baton.http.request_images import take_images
@@ -26,8 +26,7 @@ OF_TOOL_SERVERS = {"server_url", "connector_id"}
 
 async def prepare_forwarded(
     request: Request,
-    engine: Engine,
-    forwarding: Forwarding,
+    engine: Elsewhere,
     operation: Operation,
     body: dict[str, Any],
     *,
@@ -46,7 +45,7 @@ async def prepare_forwarded(
     _refuse_tool_servers(body)
     if not _is_for_a_plugin(operation, body):
         images = await take_images(request, engine, operation, body)
-        _put_back(images, engine, forwarding, operation, body)
+        _put_back(images, engine, operation, body)
     if body.get("handoff") is None and not saves:
         body.pop("handoff", None)
         return
@@ -56,7 +55,7 @@ async def prepare_forwarded(
             "/v1/messages or /v1/responses.",
             param="handoff",
         )
-    await gateway_of(request).relay.same_store.require(engine, forwarding, context_of(request))
+    await gateway_of(request).relay.same_store.require(engine, context_of(request))
 
 
 def _settle_stream(body: dict[str, Any]) -> None:
@@ -98,15 +97,14 @@ def _is_for_a_plugin(operation: Operation, body: dict[str, Any]) -> bool:
 
 def _put_back(
     images: Sequence[ClientImage],
-    engine: Engine,
-    forwarding: Forwarding,
+    engine: Elsewhere,
     operation: Operation,
     body: dict[str, Any],
 ) -> None:
     if not images:
         return
     if operation is Operation.COMPLETIONS:
-        if not forwarding.is_gateway:
+        if not engine.forwarding.is_gateway:
             raise OperationUnsupported(
                 f"The engine '{engine.name}' is a server elsewhere that takes no 'images' beside a prompt: "
                 "send them in a chat.",

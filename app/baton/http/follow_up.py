@@ -15,7 +15,8 @@ from typing import Any
 
 from starlette.requests import Request
 
-from baton.engines.port import Engine, Json, Operation
+from baton.engines.backend import Json, Operation
+from baton.engines.engine import Engine
 from baton.errors import BatonError, GenerationFailed, InvalidRequest, OperationUnsupported
 from baton.http.answer import ask
 from baton.http.error_body import error_body
@@ -81,7 +82,7 @@ def take_follow_up(gateway: Gateway, body: Json) -> FollowUp | None:
         raise InvalidRequest(f"'{FIELD}' must be an object: the body of a chat request.", param=FIELD)
     _require_chat(given)
     engine = gateway.fleet.pick(given["model"])
-    if engine.plugin is not None:
+    if engine.forwarding is None and engine.plugin is not None:
         raise OperationUnsupported(
             f"'{FIELD}.model' must name a chat model: '{engine.name}' belongs to the plugin "
             f"'{engine.plugin.name}'.",

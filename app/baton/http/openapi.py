@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from baton import __version__
 from baton.admission.fair_threads import in_own_thread
-from baton.engines.port import Operation
+from baton.engines.backend import Operation
 from baton.engines.vllm_version import installed_vllm, minor_of
 from baton.http.middleware.gate import PUBLIC_PATHS
 from baton.http.request import UPLOAD_TYPES

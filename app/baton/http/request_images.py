@@ -12,7 +12,7 @@ from typing import Any
 from starlette.requests import Request
 
 from baton.config.groups import ImageSettings
-from baton.engines.port import Engine, ImageInput, Operation
+from baton.engines.backend import Backend, ImageInput, Operation
 from baton.errors import InvalidRequest, OperationUnsupported
 from baton.http.request import context_of, gateway_of, in_a_thread, off_the_loop
 from baton.images.client_image import ClientImage
@@ -27,7 +27,7 @@ DIALECTS = {
 
 
 async def take_images(
-    request: Request, engine: Engine, operation: Operation, body: dict[str, Any]
+    request: Request, engine: Backend, operation: Operation, body: dict[str, Any]
 ) -> list[ClientImage]:
     """Read the images of a body and replace each with the image as it was decoded.
 
@@ -77,7 +77,7 @@ def _names(images: Sequence[ClientImage], dialect: Dialect) -> frozenset[str] | 
     return None if dialect is Dialect.MESSAGES else frozenset(image.digest for image in images)
 
 
-def _require_count(parts: Sequence[ImagePart], engine: Engine, settings: ImageSettings) -> None:
+def _require_count(parts: Sequence[ImagePart], engine: Backend, settings: ImageSettings) -> None:
     if engine.images.limit == 0:
         raise OperationUnsupported(
             f"{parts[0].where}: the model '{engine.name}' takes no images, only text.", param=parts[0].where

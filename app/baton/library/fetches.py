@@ -8,7 +8,7 @@ from collections import OrderedDict
 
 import structlog
 
-from baton.engines.port import Engine
+from baton.engines.engine import LocalEngine
 from baton.errors import GatewayOverloaded, HandoffStoreUnavailable
 from baton.library.handoff import Handoff
 from baton.library.threads import HandoffThreads
@@ -48,7 +48,7 @@ class Fetches:
         self._skipped: OrderedDict[str, float] = OrderedDict()
         self._log = structlog.get_logger("baton.handoffs")
 
-    async def bring(self, record: Handoff, engine: Engine) -> None:
+    async def bring(self, record: Handoff, engine: LocalEngine) -> None:
         """Copy a handoff's KV to this machine, unless it is here, or faster to compute.
 
         Args:
@@ -87,7 +87,7 @@ class Fetches:
             running.add_done_callback(lambda _: self._running.pop(record.id, None))
         return running
 
-    def _seconds_if_slower(self, record: Handoff, engine: Engine, rate: float | None) -> float | None:
+    def _seconds_if_slower(self, record: Handoff, engine: LocalEngine, rate: float | None) -> float | None:
         """Return how long a fetch takes, if computing is faster; None: it is not, or nobody knows."""
         load_s = engine.throughput.load_s(record.bytes)
         prefill_s = engine.throughput.prefill_s(len(record.tokens), record.latent_steps)

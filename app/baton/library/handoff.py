@@ -189,7 +189,7 @@ class Conversation(BaseModel):
 
 
 class StoredImage(BaseModel):
-    """An image of a handoff's context, as its record describes it; see `baton.engines.port.PlacedImage`.
+    """An image of a handoff's context, as its record describes it; see `PlacedImage`.
 
     Attributes:
         digest: SHA-256 of its bytes, which are in a file of their own.

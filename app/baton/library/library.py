@@ -11,8 +11,8 @@ from typing import Any
 
 from baton.admission.fair_threads import OURS, in_own_thread
 from baton.config.groups import HandoffSettings
-from baton.engines.kv_transfer import TransferRequest
-from baton.engines.port import Engine
+from baton.engines.engine import LocalEngine
+from baton.engines.transfers import TransferRequest
 from baton.errors import HandoffNotFound
 from baton.images.placed_image import PlacedImage
 from baton.library.fetches import Fetches
@@ -120,7 +120,7 @@ class Library:
 
     def begin(
         self,
-        engine: Engine,
+        engine: LocalEngine,
         tenant: str,
         *,
         parents: Sequence[str] = (),
@@ -338,7 +338,7 @@ class Library:
         """Return how long a fetch would take that was slower than computing; None: there was none."""
         return self._fetches.skipped_s(record)
 
-    async def bring(self, record: Handoff, engine: Engine) -> None:
+    async def bring(self, record: Handoff, engine: LocalEngine) -> None:
         """Copy a handoff's KV to this machine, if that is faster than computing it.
 
         Whatever the shared store and the archive do, the request goes on: what is not here is computed.

@@ -15,7 +15,7 @@ import structlog
 
 from baton.admission.fair_threads import OURS
 from baton.config.groups import HandoffSettings
-from baton.engines.kv_transfer import TransferRequest
+from baton.engines.transfers import TransferRequest
 from baton.errors import GatewayOverloaded, HandoffPinsFull
 from baton.library.handoff import Handoff, HandoffState, Usage, scope_of
 from baton.library.here.records import Edit, OtherUsage, RecordDeleted

@@ -260,7 +260,6 @@ def parsers_of(settings: EngineSettings, model: str) -> Parsers:
     Nothing is fetched: of a hub's model the files that are here already are read.
 
     Args:
-        settings: the engine's table of the settings.
         model: path of its weights, or a hub's name for them.
     """
     config = settings.args.get("structured_outputs_config")
@@ -314,7 +313,6 @@ def read_evidence(folder: Path, template: str | Path | None = None) -> Evidence:
     """Read what the files of a model say; a file that cannot be read says nothing.
 
     Args:
-        folder: of the model.
         template: the chat template in place of the model's own: a file, or the text itself.
     """
     config, tokenizer = _json(folder / "config.json"), _json(folder / "tokenizer_config.json")

@@ -237,7 +237,7 @@ class ModelStore:
 
 
 def identity(model: str) -> str:
-    """Return what identifies a model's weights and tokenizer.
+    """Identify a model's weights and tokenizer.
 
     Returns:
         Of a folder a digest of its files' names, sizes and times, of anything else `model` itself.

@@ -49,7 +49,8 @@ import structlog
 
 from baton.admission.fair_queue import FairQueue, QueueLimits
 from baton.admission.fair_threads import FairThreads, WorkEscape
-from baton.engines.port import Json, Plugin
+from baton.engines.backend import Json
+from baton.engines.engine import Plugin
 from baton.errors import OperationUnsupported, PluginBusy, PluginFailed
 from baton.telemetry.ids import LOCAL_TENANT
 

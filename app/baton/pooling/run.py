@@ -12,7 +12,8 @@ import structlog
 
 from baton.admission.fair_queue import QueueLimits, watched_queue
 from baton.config.groups import PoolingSettings
-from baton.engines.port import Engine, Json, Plugin
+from baton.engines.backend import Json
+from baton.engines.engine import Engine, LocalEngine, Plugin
 from baton.errors import BatonError, EngineOverloaded, PluginFailed, PluginTimeout
 from baton.pooling.errors import client_error, where
 from baton.pooling.plugin import Description, PluginLoopThread, PluginProcessor, ResultFile, Upload
@@ -44,8 +45,7 @@ class Pooling:
 
     def runner(self, engine: Engine) -> Runner | None:
         """Find the runner of an engine's plugin, a new one after a restart; None: it has no plugin."""
-        plugin = engine.plugin
-        if plugin is None:
+        if engine.forwarding is not None or (plugin := engine.plugin) is None:
             return None
         known = self._runners.get(engine.name)
         if known is None or known.plugin is not plugin:
@@ -67,7 +67,7 @@ class Runner:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: LocalEngine,
         plugin: Plugin,
         settings: PoolingSettings,
         metrics: PoolingMetrics,
@@ -249,7 +249,7 @@ class Encoding:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: LocalEngine,
         prompts: AsyncGenerator[Any, None],
         params: Any,
         context: RequestContext,

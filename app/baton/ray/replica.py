@@ -56,7 +56,6 @@ class DrainWatch:
     """Begins the gateway's drain when Ray Serve drains the replica.
 
     Args:
-        drain: of the gateway.
         cut_after_s: seconds after which requests that still run are ended.
     """
 
@@ -95,9 +94,6 @@ async def _draining(client: httpx.AsyncClient, address: str) -> bool:
     except httpx.TransportError:
         return False
     return answer.status_code == 503 and answer.text == DRAINING
-
-
-# Run an app's lifespan in a task of its own.
 
 
 class RunningApp:
@@ -193,8 +189,6 @@ async def send_metrics(fleet: Fleet, replica: str, page: Any) -> None:
     """Send a replica's series to the page, again and again until cancelled.
 
     Args:
-        fleet: the replica's engines.
-        replica: its name.
         page: Ray Serve's handle of `MetricsPage`.
     """
     failed = False

@@ -9,8 +9,8 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Sequence
 
 from baton.admission.tenants import Admission, Ticket
-from baton.engines.idle import is_idle, until_idle
-from baton.engines.port import Engine, Json
+from baton.engines.backend import Json
+from baton.engines.engine import LocalEngine, is_idle, until_idle
 from baton.errors import BatonError, EngineOverloaded, HandoffNotFound, RateLimited
 from baton.library.handoff import Handoff, HandoffState
 from baton.library.library import Library
@@ -65,7 +65,7 @@ class JoinsAhead:
                 task.cancel()
 
     async def begin(
-        self, engine: Engine, context: RequestContext, options: NewHandoff
+        self, engine: LocalEngine, context: RequestContext, options: NewHandoff
     ) -> tuple[Handoff, asyncio.Task[Json], bool]:
         """Begin to join handoffs.
 
@@ -93,7 +93,7 @@ class JoinsAhead:
             raise
 
     async def _begin(
-        self, engine: Engine, context: RequestContext, options: NewHandoff
+        self, engine: LocalEngine, context: RequestContext, options: NewHandoff
     ) -> tuple[Handoff, asyncio.Task[Json], bool]:
         if options.join == "moved":
             require_movable(engine, "join")
@@ -122,7 +122,7 @@ class JoinsAhead:
             del self._pending[tenant]
 
     async def _join(
-        self, engine: Engine, context: RequestContext, options: NewHandoff, target: Handoff
+        self, engine: LocalEngine, context: RequestContext, options: NewHandoff, target: Handoff
     ) -> Json:
         """Join handoffs when that keeps nobody waiting; returns the `handoff` object."""
         try:
@@ -141,7 +141,7 @@ class JoinsAhead:
 
     async def _in_turn(
         self,
-        engine: Engine,
+        engine: LocalEngine,
         context: RequestContext,
         options: NewHandoff,
         target: Handoff,
@@ -165,7 +165,7 @@ class JoinsAhead:
                             raise
             await asyncio.sleep(RETRY_AFTER_S if is_due() else 0)
 
-    def _idle_turn(self, engine: Engine, *, due: bool) -> contextlib.AbstractAsyncContextManager[None]:
+    def _idle_turn(self, engine: LocalEngine, *, due: bool) -> contextlib.AbstractAsyncContextManager[None]:
         """Let joins that wait for an idle engine begin one at a time: after each it is not idle."""
         return contextlib.nullcontext() if due else self._idle_turns[engine.name]
 
@@ -181,7 +181,7 @@ class JoinsAhead:
 
     async def _compute(
         self,
-        engine: Engine,
+        engine: LocalEngine,
         context: RequestContext,
         options: NewHandoff,
         target: Handoff,

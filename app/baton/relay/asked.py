@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from baton.engines.port import Engine, Json, Operation
+from baton.engines.backend import Backend, Json, Operation
+from baton.engines.engine import LocalEngine
 from baton.errors import InvalidRequest, OperationUnsupported
 from baton.errors.invalid_fields import invalid_field
 
@@ -150,7 +151,7 @@ class HandoffChanges(Closed):
     label: Label | None = None
 
 
-def translates(wanted: bool | Translate | None, engine: Engine) -> bool:
+def translates(wanted: bool | Translate | None, engine: LocalEngine) -> bool:
     """Return whether a request may continue handoffs of other weights by their text.
 
     Args:
@@ -203,7 +204,7 @@ def _refusal(error: ValidationError, where: str, given: object) -> InvalidReques
 
 
 def take_options(
-    body: dict[str, Any], engine: Engine, operation: Operation, most_steps: int
+    body: dict[str, Any], engine: LocalEngine, operation: Operation, most_steps: int
 ) -> HandoffOptions | None:
     """Remove the `handoff` field from a body and parse it; returns None if there is none.
 
@@ -254,7 +255,7 @@ def require_steps_behind_text(options: NewHandoff) -> None:
         )
 
 
-def require_handoffs(engine: Engine) -> None:
+def require_handoffs(engine: Backend) -> None:
     """Refuse an engine that does not support handoffs.
 
     Raises:
@@ -267,7 +268,7 @@ def require_handoffs(engine: Engine) -> None:
         )
 
 
-def require_latent(engine: Engine, steps: int, most: int) -> None:
+def require_latent(engine: LocalEngine, steps: int, most: int) -> None:
     """Refuse latent steps that the engine cannot compute, or more than are allowed.
 
     Args:

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 import structlog
 
 from baton.config.groups import HandoffSettings
-from baton.engines.idle import is_idle
-from baton.engines.kv_transfer import TransferReport, TransferRequest
-from baton.engines.port import Engine, Json, Operation
+from baton.engines.backend import Json, Operation
+from baton.engines.engine import LocalEngine, is_idle
+from baton.engines.transfers import TransferReport, TransferRequest
 from baton.errors import BatonError
 from baton.library.handoff import Handoff, HandoffAudit
 from baton.library.library import Library
@@ -116,7 +116,7 @@ class Audit:
         tries: number of times that the audit was interrupted.
     """
 
-    engine: Engine
+    engine: LocalEngine
     record: Handoff
     transfer: TransferRequest
     noted_at: float = field(default_factory=time.monotonic)
@@ -218,13 +218,13 @@ class Audits:
         self._metrics = metrics
         self._draw = draw
         self._queue = AuditQueue()
-        self._engines: dict[str, Engine] = {}
+        self._engines: dict[str, LocalEngine] = {}
 
     def chosen(self) -> bool:
         """Draw whether a request that is about to load KV is audited."""
         return self._draw() < self._settings.audit
 
-    def note(self, engine: Engine, record: Handoff, transfer: TransferRequest) -> None:
+    def note(self, engine: LocalEngine, record: Handoff, transfer: TransferRequest) -> None:
         """Note that a request has ended which was to load a handoff's KV; audit it later if it was chosen."""
         report = transfer.report
         self._engines[engine.name] = engine
@@ -320,7 +320,7 @@ class Audits:
         self._metrics.difference.observe(found.difference)
 
 
-async def _call(engine: Engine, transfer: TransferRequest) -> None:
+async def _call(engine: LocalEngine, transfer: TransferRequest) -> None:
     assert transfer.prompt is not None
     body: Json = {"model": engine.name, "prompt": transfer.prompt, "max_tokens": 1, "temperature": 0}
     images = frozenset(image.digest for image in transfer.images)

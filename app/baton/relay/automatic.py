@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 import structlog
 
 from baton.config.groups import AutomaticMode, HandoffSettings
-from baton.engines.kv_transfer import TransferReport, TransferRequest
-from baton.engines.port import Engine, Json, Operation
+from baton.engines.backend import Json, Operation
+from baton.engines.engine import LocalEngine
+from baton.engines.transfers import TransferReport, TransferRequest
 from baton.images.image_position import ImagePosition, with_distinct_images
 from baton.library.handoff import Handoff, key_of, new_id
 from baton.library.library import Library
@@ -258,7 +259,7 @@ class AutomaticHandoffs:
     incompatible: OrderedDict[tuple[str, str], None] = field(default_factory=OrderedDict)
 
     def request(
-        self, engine: Engine, operation: Operation, body: Json, tenant: str
+        self, engine: LocalEngine, operation: Operation, body: Json, tenant: str
     ) -> AutomaticRequest | None:
         """Return what chooses transfers for a request that names no handoff; None: nothing is automatic."""
         mode = self.modes.get(engine.name, self.settings.auto)
@@ -271,7 +272,7 @@ class AutomaticHandoffs:
             self, engine, tenant, saves=mode == "on", conversation=operation in CONVERSATIONS, wish=wish
         )
 
-    def find(self, engine: Engine, tenant: str, prompt: Sequence[int]) -> PrefixMatch | None:
+    def find(self, engine: LocalEngine, tenant: str, prompt: Sequence[int]) -> PrefixMatch | None:
         """Return the tenant's stored context that shares most tokens, and their images, with a prompt.
 
         Args:
@@ -294,7 +295,7 @@ class AutomaticHandoffs:
 
     def save(
         self,
-        engine: Engine,
+        engine: LocalEngine,
         tenant: str,
         handoff_id: str,
         transfer: TransferRequest,
@@ -309,7 +310,7 @@ class AutomaticHandoffs:
         self.rule.saved(tenant)
         self.metrics.automatic_saves.inc()
 
-    def note_load(self, engine: Engine, match: PrefixMatch, report: TransferReport) -> None:
+    def note_load(self, engine: LocalEngine, match: PrefixMatch, report: TransferReport) -> None:
         """Count what a request loaded, and forget KV that could not be used."""
         if match.alone:
             self.rule.used(match.record.tenant)
@@ -321,7 +322,7 @@ class AutomaticHandoffs:
             self.metrics.tokens_reused.inc(report.loaded)
             self.metrics.saved_prefill.inc(engine.throughput.prefill_s(report.loaded) or 0)
 
-    def _note_incompatible(self, engine: Engine, record: Handoff) -> None:
+    def _note_incompatible(self, engine: LocalEngine, record: Handoff) -> None:
         """Remember it in this gateway: in another one the engine of this name may have other settings."""
         self.incompatible[engine.name, record.id] = None
         if len(self.incompatible) > INCOMPATIBLE:
@@ -344,7 +345,7 @@ class Choice:
 
 
 class AutomaticRequest:
-    """Chooses transfers for one request; see `baton.engines.kv_transfer.TransferChooser`.
+    """Chooses transfers for one request; see `baton.engines.transfers.TransferChooser`.
 
     Args:
         saves: whether contexts are saved that are likely to be continued.
@@ -355,7 +356,7 @@ class AutomaticRequest:
     def __init__(
         self,
         automatic: AutomaticHandoffs,
-        engine: Engine,
+        engine: LocalEngine,
         tenant: str,
         *,
         saves: bool,

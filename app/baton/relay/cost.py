@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 
-from baton.engines.port import Engine
+from baton.engines.engine import LocalEngine
 from baton.library.handoff import Handoff
 
 IMAGE_S = 0.05
@@ -79,7 +79,7 @@ class LoadCost:
 
     def decide(
         self,
-        engine: Engine,
+        engine: LocalEngine,
         record: Handoff,
         tokens: int | None = None,
         fetch_s: float | None = None,
@@ -109,7 +109,7 @@ class LoadCost:
         limit = self._measure(engine, record) if self._recomputed[engine.name] % MEASURE_EVERY == 0 else 0
         return Decision(Choice.RECOMPUTE, limit, load_s, prefill_s)
 
-    def saving(self, engine: Engine, record: Handoff) -> float:
+    def saving(self, engine: LocalEngine, record: Handoff) -> float:
         """Estimate what loading a handoff's KV saves, to compare handoffs of one engine.
 
         Returns:
@@ -123,7 +123,7 @@ class LoadCost:
             return float(len(record.tokens))
         return max(0.0, prefill_s - load_s)
 
-    def moves(self, engine: Engine, tokens: int) -> bool:
+    def moves(self, engine: LocalEngine, tokens: int) -> bool:
         """Decide whether an engine moves KV of joined handoffs to its place or computes it, which is exact.
 
         Args:
@@ -136,7 +136,7 @@ class LoadCost:
         self._computed[engine.name] += 1
         return self._computed[engine.name] % MEASURE_MOVES_EVERY == 0  # so that the rate stays measured
 
-    def _measure(self, engine: Engine, record: Handoff) -> int | None:
+    def _measure(self, engine: LocalEngine, record: Handoff) -> int | None:
         """Return how many tokens are loaded to measure the rate; None: all, as a few brought no measurement.
 
         Of a model with sliding windows nothing is loaded unless everything is.

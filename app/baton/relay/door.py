@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 from baton.admission.tenants import Admission, Ticket
 from baton.config.settings import Settings
+from baton.engines.backend import Json, Operation, Reply
+from baton.engines.engine import LocalEngine
 from baton.engines.fleet import Fleet
-from baton.engines.kv_transfer import TransferChooser, TransferRequest
-from baton.engines.port import Engine, Json, Operation, Reply
+from baton.engines.transfers import TransferChooser, TransferRequest
 from baton.errors import InvalidRequest
 from baton.images.client_image import ClientImage
 from baton.library.handoff import Handoff
@@ -80,7 +81,7 @@ class Relay:
         async with self.library.settling(), self.audits.running(), self.ahead.running():
             yield
 
-    def asked(self, engine: Engine, operation: Operation, body: Json) -> HandoffOptions | None:
+    def asked(self, engine: LocalEngine, operation: Operation, body: Json) -> HandoffOptions | None:
         """Take the `handoff` field out of a body; None: there is none.
 
         Raises:
@@ -91,7 +92,7 @@ class Relay:
 
     async def answer(
         self,
-        engine: Engine,
+        engine: LocalEngine,
         operation: Operation,
         body: Json,
         context: RequestContext,
@@ -121,7 +122,7 @@ class Relay:
         return await planned.run(operation, body)
 
     async def _found(
-        self, engine: Engine, operation: Operation, options: HandoffOptions, context: RequestContext
+        self, engine: LocalEngine, operation: Operation, options: HandoffOptions, context: RequestContext
     ) -> tuple[HandoffOptions, list[Handoff]]:
         """Find the handoffs that a request continues, once they are ready; returns them, and how."""
         if not options.sources:
@@ -143,7 +144,7 @@ class Relay:
         return options, records
 
     async def _sources(
-        self, engine: Engine, context: RequestContext, records: Sequence[Handoff], where: str
+        self, engine: LocalEngine, context: RequestContext, records: Sequence[Handoff], where: str
     ) -> list[Source]:
         """Return what a request continues: handoffs as they are, or their translations, which may be made."""
         if all(is_compatible(record, engine) for record in records):
@@ -151,14 +152,14 @@ class Relay:
         return await self.translations.sources(engine, context, records, where=where)
 
     def chooser(
-        self, engine: Engine, operation: Operation, body: Json, tenant: str
+        self, engine: LocalEngine, operation: Operation, body: Json, tenant: str
     ) -> TransferChooser | None:
         """Return what chooses a stored context for a request that names none; None: nothing is automatic."""
         return self.automatic.request(engine, operation, body, tenant) if engine.supports_handoffs else None
 
     async def create(
         self,
-        engine: Engine,
+        engine: LocalEngine,
         body: Json,
         context: RequestContext,
         options: NewHandoff,
@@ -209,7 +210,7 @@ class Relay:
         return work.result() if done else target.public()
 
     async def _translate(
-        self, engine: Engine, context: RequestContext, options: NewHandoff, record: Handoff
+        self, engine: LocalEngine, context: RequestContext, options: NewHandoff, record: Handoff
     ) -> tuple[Handoff, Json]:
         """Make the translation of a handoff of other weights, unless it is there."""
         if is_compatible(record, engine):
@@ -232,7 +233,7 @@ def open_relay(
     Args:
         admission: gives places at the engines to what the relay computes by itself.
     """
-    handoffs, engines, cost = settings.handoffs, fleet.engines, LoadCost()
+    handoffs, engines, cost = settings.handoffs, fleet.here, LoadCost()
     audits = Audits(handoffs, library, metrics.audits)
     plans = Plans(library, cost, metrics.handoffs, handoffs, audits)
     sources = Sources(library, handoffs.wait_s)
@@ -254,7 +255,7 @@ def open_relay(
 
 
 async def complete_with_images(
-    engine: Engine, body: Json, context: RequestContext, client_images: Sequence[ClientImage]
+    engine: LocalEngine, body: Json, context: RequestContext, client_images: Sequence[ClientImage]
 ) -> Reply:
     """Complete a plain prompt with images, which vLLM's own handler has no field for.
 

@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from baton.admission.fair_threads import in_own_thread
-from baton.engines.port import Engine, Json
+from baton.engines.backend import Json
+from baton.engines.engine import LocalEngine
 from baton.errors import BatonError, ContextTooLong, InvalidRequest, TemplateUnsupported
 from baton.images.placed_image import PlacedImage
 from baton.library.handoff import Conversation, Handoff
@@ -175,7 +176,7 @@ def _is_within(part: Part, marks: list[str], other: Part, others: list[str]) -> 
 # Refuse handoffs that cannot be joined, or that make more than their model takes.
 
 
-def require_joinable(engine: Engine, parts: Sequence[Part], continued: Mapping[str, str]) -> None:
+def require_joinable(engine: LocalEngine, parts: Sequence[Part], continued: Mapping[str, str]) -> None:
     """Refuse handoffs that cannot be joined, before anything of them is read.
 
     Args:
@@ -207,7 +208,7 @@ def require_joinable(engine: Engine, parts: Sequence[Part], continued: Mapping[s
     _require_short(engine, written)
 
 
-def _require_short(engine: Engine, parts: Sequence[Part]) -> None:
+def _require_short(engine: LocalEngine, parts: Sequence[Part]) -> None:
     """Refuse what is too much whatever the parts share: these are the least that the joined context holds."""
     images, tokens, first = set[str](), 0, parts[0].record.distinct_tokens
     for part in parts:
@@ -220,7 +221,7 @@ def _require_short(engine: Engine, parts: Sequence[Part]) -> None:
             raise _too_long(engine, part)
 
 
-def require_fit(engine: Engine, parts: Sequence[Part], joined: JoinedContext) -> None:
+def require_fit(engine: LocalEngine, parts: Sequence[Part], joined: JoinedContext) -> None:
     """Refuse a joined context that is more than its model takes.
 
     Args:
@@ -236,11 +237,11 @@ def require_fit(engine: Engine, parts: Sequence[Part], joined: JoinedContext) ->
         raise _too_long(engine, joined.part_at(parts, _context_tokens(engine) - 1))
 
 
-def _context_tokens(engine: Engine) -> int:
-    return int(engine.cards()[0]["max_model_len"])
+def _context_tokens(engine: LocalEngine) -> int:
+    return engine.context_tokens
 
 
-def _too_long(engine: Engine, part: Part) -> ContextTooLong:
+def _too_long(engine: LocalEngine, part: Part) -> ContextTooLong:
     return ContextTooLong(
         f"{part.where}: the joined contexts fill this model's context of {_context_tokens(engine)} tokens; "
         "join fewer.",
@@ -248,7 +249,7 @@ def _too_long(engine: Engine, part: Part) -> ContextTooLong:
     )
 
 
-def _too_many_images(engine: Engine, images: int, part: Part) -> InvalidRequest:
+def _too_many_images(engine: LocalEngine, images: int, part: Part) -> InvalidRequest:
     return InvalidRequest(
         f"{part.where}: the joined contexts hold at least {images} images; the model '{engine.name}' takes "
         f"at most {engine.images.limit}.",
@@ -257,7 +258,7 @@ def _too_many_images(engine: Engine, images: int, part: Part) -> InvalidRequest:
 
 
 async def join(
-    engine: Engine, context: RequestContext, parts: Sequence[Part], continued: Collection[str]
+    engine: LocalEngine, context: RequestContext, parts: Sequence[Part], continued: Collection[str]
 ) -> JoinedContext:
     """Join the contexts of several handoffs, in this order.
 
@@ -290,7 +291,7 @@ async def _joined_texts(text: EngineText, parts: Sequence[Part]) -> JoinedContex
 
 
 async def _joined_chats(
-    engine: Engine, context: RequestContext, parts: Sequence[Part], continued: Collection[str]
+    engine: LocalEngine, context: RequestContext, parts: Sequence[Part], continued: Collection[str]
 ) -> JoinedContext:
     first = parts[0]
     shared = await _shared(engine, context, [part for part in parts if part.where not in continued])
@@ -309,7 +310,7 @@ async def _joined_chats(
     return joined
 
 
-async def _shared(engine: Engine, context: RequestContext, parts: Sequence[Part]) -> int:
+async def _shared(engine: LocalEngine, context: RequestContext, parts: Sequence[Part]) -> int:
     """Return the number of messages that are written once: those that all chats begin with.
 
     What a chat has behind them may be its answer alone, to the question that they end with. That question is
@@ -330,7 +331,7 @@ async def _shared(engine: Engine, context: RequestContext, parts: Sequence[Part]
 
 
 async def _with_chat(
-    engine: Engine,
+    engine: LocalEngine,
     context: RequestContext,
     before: Handoff,
     joined: JoinedContext,

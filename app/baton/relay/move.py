@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 import numpy
 
-from baton.engines.port import Engine, Json, Operation
+from baton.engines.backend import Json, Operation
+from baton.engines.engine import LocalEngine
 from baton.errors import InvalidRequest, OperationUnsupported
 from baton.library.handoff import Handoff
 from baton.relay.asked import WRITTEN_BY_THE_ENGINE
@@ -24,7 +25,7 @@ LONE_HEAD_TOKENS = 96
 """The same of a part that shares fewer: its first tokens were attended to in place of a shared beginning."""
 
 
-def require_movable(engine: Engine, field: str) -> None:
+def require_movable(engine: LocalEngine, field: str) -> None:
     """Refuse an engine that cannot move KV.
 
     Args:

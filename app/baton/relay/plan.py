@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 
 from baton.admission.fair_threads import in_own_thread
 from baton.config.groups import HandoffSettings
-from baton.engines.kv_transfer import TransferRequest
-from baton.engines.port import Engine, Json, Operation
+from baton.engines.backend import Json, Operation
+from baton.engines.engine import LocalEngine
+from baton.engines.transfers import TransferRequest
 from baton.errors import InvalidRequest
 from baton.images.client_image import ClientImage
 from baton.images.image_position import ImagePosition, with_distinct_images
@@ -99,7 +100,7 @@ class Ask:
 
 async def parts_in_order(
     cost: LoadCost,
-    engine: Engine,
+    engine: LocalEngine,
     sources: Sequence[Source],
     options: HandoffOptions | NewHandoff,
     field: str,
@@ -155,7 +156,7 @@ class Plans:
 
     async def open(
         self,
-        engine: Engine,
+        engine: LocalEngine,
         operation: Operation,
         body: Json,
         context: RequestContext,
@@ -188,7 +189,7 @@ class Plans:
 
     async def open_new(
         self,
-        engine: Engine,
+        engine: LocalEngine,
         body: Json,
         context: RequestContext,
         options: NewHandoff,
@@ -224,7 +225,7 @@ class Plans:
             require_usable_with_moves(operation, body, options.latent_steps)
         return await self._plan(engine, context, wanted, images)
 
-    def begin_joined(self, engine: Engine, tenant: str, options: NewHandoff) -> Handoff:
+    def begin_joined(self, engine: LocalEngine, tenant: str, options: NewHandoff) -> Handoff:
         """Register the handoff that joins several ahead, before all of these are ready."""
         return self.handoffs.begin(
             engine,
@@ -238,7 +239,7 @@ class Plans:
 
     def open_translation(
         self,
-        engine: Engine,
+        engine: LocalEngine,
         context: RequestContext,
         source: Handoff,
         prompt: ContextPrompt,
@@ -256,14 +257,14 @@ class Plans:
         return self._planned(engine, context, wanted, prompt, [])
 
     async def _plan(
-        self, engine: Engine, context: RequestContext, wanted: Ask, images: Sequence[ClientImage]
+        self, engine: LocalEngine, context: RequestContext, wanted: Ask, images: Sequence[ClientImage]
     ) -> PlannedRequest:
         prompt, ends = await self._write(engine, context, wanted, images)
         return self._planned(engine, context, wanted, prompt, ends)
 
     def _planned(
         self,
-        engine: Engine,
+        engine: LocalEngine,
         context: RequestContext,
         wanted: Ask,
         prompt: ContextPrompt,
@@ -312,7 +313,7 @@ class Plans:
 
     def _moved(
         self,
-        engine: Engine,
+        engine: LocalEngine,
         wanted: Ask,
         prompt: ContextPrompt,
         ends: Sequence[int],
@@ -325,7 +326,7 @@ class Plans:
         return [None] * len(ends)
 
     async def _write(
-        self, engine: Engine, context: RequestContext, wanted: Ask, images: Sequence[ClientImage]
+        self, engine: LocalEngine, context: RequestContext, wanted: Ask, images: Sequence[ClientImage]
     ) -> tuple[ContextPrompt, Sequence[int]]:
         """Write the whole prompt; returns it, and where the part of each of several sources ends."""
         record, seen, ends = wanted.source, list[PlacedImage](), list[int]()
@@ -348,7 +349,9 @@ class Plans:
         )
         return prompt, ends
 
-    async def _join(self, engine: Engine, context: RequestContext, parts: Sequence[Part]) -> JoinedContext:
+    async def _join(
+        self, engine: LocalEngine, context: RequestContext, parts: Sequence[Part]
+    ) -> JoinedContext:
         continued = await self.require_joinable(engine, parts)
         images, known = list[Sequence[PlacedImage]](), dict[str, ClientImage]()
         for part in parts:
@@ -360,7 +363,7 @@ class Plans:
         require_fit(engine, parts, joined)
         return joined
 
-    async def require_joinable(self, engine: Engine, parts: Sequence[Part]) -> Mapping[str, str]:
+    async def require_joinable(self, engine: LocalEngine, parts: Sequence[Part]) -> Mapping[str, str]:
         """Refuse handoffs that cannot be joined; returns those of which nothing is written.
 
         Args:
@@ -377,7 +380,7 @@ class Plans:
         _require_light_parts(parts, self.settings)
         return continued
 
-    def _decide(self, engine: Engine, source: Handoff | None, prompt: ContextPrompt) -> Decision | None:
+    def _decide(self, engine: LocalEngine, source: Handoff | None, prompt: ContextPrompt) -> Decision | None:
         if source is None:
             return None
         shared = None
@@ -388,7 +391,7 @@ class Plans:
         self.metrics.decisions.labels(decision.choice.value).inc()
         return decision
 
-    def _register(self, engine: Engine, context: RequestContext, wanted: Ask) -> Handoff | None:
+    def _register(self, engine: LocalEngine, context: RequestContext, wanted: Ask) -> Handoff | None:
         if (target := wanted.target) is not None:
             target.parents = wanted.parents  # in the order in which they were joined
             target.parent = target.parents[0]
@@ -441,7 +444,7 @@ def _require_few_steps(steps: int, settings: HandoffSettings) -> None:
         )
 
 
-def _require_few_images(engine: Engine, images: Sequence[PlacedImage]) -> None:
+def _require_few_images(engine: LocalEngine, images: Sequence[PlacedImage]) -> None:
     """Refuse more images, in the handoff and the request together, than the model takes.
 
     Raises:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from baton.engines.kv_transfer import TransferReport
-from baton.engines.port import Json
+from baton.engines.backend import Json
+from baton.engines.transfers import TransferReport
 from baton.library.handoff import Handoff
 from baton.relay.cost import Choice, Decision
 from baton_kv.contract import TransferFailure

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from baton.admission.tenants import Admission, Ticket
-from baton.engines.kv_transfer import TransferRequest
-from baton.engines.port import Engine, EngineState, Json, Operation, WholeReply
+from baton.engines.backend import EngineState, Json, Operation, WholeReply
+from baton.engines.engine import LocalEngine
+from baton.engines.transfers import TransferRequest
 from baton.errors import GenerationFailed, HandoffIncompatible, InvalidRequest, OperationUnsupported
 from baton.images.client_image import ClientImage
 from baton.library.handoff import Handoff
@@ -46,13 +47,13 @@ class Rosetta:
         enabled: whether the settings allow it.
     """
 
-    engines: Sequence[Engine]
+    engines: Sequence[LocalEngine]
     handoffs: Library
     plans: Plans
     admission: Admission
     enabled: bool
 
-    def require_possible(self, engine: Engine, operation: Operation, options: HandoffOptions) -> None:
+    def require_possible(self, engine: LocalEngine, operation: Operation, options: HandoffOptions) -> None:
         """Refuse a request that cannot start from a thought.
 
         Raises:
@@ -78,7 +79,7 @@ class Rosetta:
                 param=WHERE,
             )
 
-    def is_target(self, engine: Engine) -> bool:
+    def is_target(self, engine: LocalEngine) -> bool:
         """Return whether AVP's settings let thoughts of some model stand for its handoffs on this engine."""
         return self.enabled and any(target == engine.name for _, target in self._pairs)
 
@@ -88,7 +89,7 @@ class Rosetta:
 
     def is_default(
         self,
-        engine: Engine,
+        engine: LocalEngine,
         operation: Operation,
         options: HandoffOptions,
         records: Sequence[Handoff],
@@ -103,7 +104,7 @@ class Rosetta:
 
     async def open(
         self,
-        engine: Engine,
+        engine: LocalEngine,
         operation: Operation,
         body: Json,
         context: RequestContext,
@@ -144,7 +145,12 @@ class Rosetta:
         return self._planned(engine, context, prompt, mixture, shown)
 
     def _planned(
-        self, engine: Engine, context: RequestContext, prompt: ContextPrompt, mixture: Mixture, shown: Json
+        self,
+        engine: LocalEngine,
+        context: RequestContext,
+        prompt: ContextPrompt,
+        mixture: Mixture,
+        shown: Json,
     ) -> PlannedRequest:
         """Plan a request whose first position is a mixture of token embeddings; nothing of it is saved."""
         assert prompt.tokens is not None
@@ -170,7 +176,9 @@ class Rosetta:
             thought=shown,
         )
 
-    async def _next_token(self, engine: Engine, context: RequestContext, record: Handoff) -> dict[int, float]:
+    async def _next_token(
+        self, engine: LocalEngine, context: RequestContext, record: Handoff
+    ) -> dict[int, float]:
         """Return the probabilities of the likeliest next tokens after a handoff's context, by token id."""
         transfer = TransferRequest(
             list(record.tokens),

@@ -8,8 +8,9 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from baton.engines.kv_transfer import TransferReport, TransferRequest
-from baton.engines.port import Engine, Json, Operation, Reply, StreamReply, WholeReply
+from baton.engines.backend import Json, Operation, Reply, StreamReply, WholeReply
+from baton.engines.engine import LocalEngine
+from baton.engines.transfers import TransferReport, TransferRequest
 from baton.library.handoff import Conversation, Handoff
 from baton.library.library import Library
 from baton.library.prefixes import shared_tokens
@@ -149,7 +150,7 @@ class PlannedRequest:
     handoffs: Library
     metrics: HandoffMetrics
     audits: Audits
-    engine: Engine
+    engine: LocalEngine
     context: RequestContext
     prompt: ContextPrompt
     transfer: TransferRequest

@@ -11,7 +11,7 @@ import secrets
 import time
 from dataclasses import dataclass, field
 
-from baton.engines.port import Engine, Forwarding
+from baton.engines.backend import Elsewhere, Forwarding
 from baton.errors import OperationUnsupported
 from baton.library.library import Library
 from baton.relay.asked import require_handoffs
@@ -34,7 +34,7 @@ class ForwardedHandoffs:
     handoffs: Library
     proved: dict[tuple[str, str, str], float] = field(default_factory=dict)
 
-    async def require(self, engine: Engine, forwarding: Forwarding, context: RequestContext) -> None:
+    async def require(self, engine: Elsewhere, context: RequestContext) -> None:
         """Refuse a handoff that the other gateway would look up elsewhere, or for another tenant.
 
         Raises:
@@ -42,6 +42,7 @@ class ForwardedHandoffs:
             BatonError: the other gateway failed or cannot be reached.
         """
         require_handoffs(engine)
+        forwarding = engine.forwarding
         known = (engine.name, context.tenant, forwarding.key_id(context.tenant))
         if self.proved.get(known, 0.0) > time.monotonic():
             return

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 
-from baton.engines.port import Engine, Json
+from baton.engines.backend import Json
+from baton.engines.engine import LocalEngine
 from baton.errors import BatonError, HandoffIncompatible, HandoffNotFound, HandoffPending
 from baton.library.handoff import Handoff, HandoffState
 from baton.library.library import Library
@@ -59,12 +60,12 @@ class Source:
 # Decide whether an engine can use the handoff that another engine saved.
 
 
-def is_compatible(record: Handoff, engine: Engine) -> bool:
+def is_compatible(record: Handoff, engine: LocalEngine) -> bool:
     """Return whether an engine can continue a handoff as it is."""
     return why_incompatible(record, engine) is None
 
 
-def require_compatible(record: Handoff, engine: Engine) -> None:
+def require_compatible(record: Handoff, engine: LocalEngine) -> None:
     """Refuse a handoff that an engine cannot continue.
 
     Raises:
@@ -75,7 +76,7 @@ def require_compatible(record: Handoff, engine: Engine) -> None:
         raise HandoffIncompatible(why, param="handoff.from")
 
 
-def why_incompatible(record: Handoff, engine: Engine) -> str | None:
+def why_incompatible(record: Handoff, engine: LocalEngine) -> str | None:
     """Return why an engine cannot continue a handoff; None: it can."""
     if record.weights != engine.weights:
         return (
@@ -127,7 +128,7 @@ class Sources:
     async def one(
         self,
         handoff_id: str,
-        engine: Engine,
+        engine: LocalEngine,
         tenant: str,
         *,
         translates: bool = False,
@@ -149,7 +150,7 @@ class Sources:
         return await self._ready(record, engine, translates=translates, wait_s=wait_s)
 
     async def _ready(
-        self, record: Handoff, engine: Engine, *, translates: bool, wait_s: float | None
+        self, record: Handoff, engine: LocalEngine, *, translates: bool, wait_s: float | None
     ) -> Handoff:
         """Wait until a handoff is not pending, and return it; see `one`."""
         await self.handoffs.settled(record, self.wait_s if wait_s is None else wait_s)
@@ -162,7 +163,7 @@ class Sources:
     async def all(
         self,
         ids: Sequence[str],
-        engine: Engine,
+        engine: LocalEngine,
         tenant: str,
         field: str = "handoff.from",
         *,
@@ -208,7 +209,7 @@ class Sources:
             await asyncio.gather(*waiting, return_exceptions=True)
 
     async def usable(
-        self, ids: Sequence[str], engine: Engine, tenant: str, field: str, *, translates: bool
+        self, ids: Sequence[str], engine: LocalEngine, tenant: str, field: str, *, translates: bool
     ) -> list[Handoff]:
         """Return handoffs that a request can continue, pending ones as they are.
 
@@ -240,7 +241,7 @@ class Sources:
             except HandoffNotFound as error:
                 raise naming(error, part_name(field, index)) from None
 
-    async def _there(self, handoff_id: str, engine: Engine, tenant: str, *, translates: bool) -> Handoff:
+    async def _there(self, handoff_id: str, engine: LocalEngine, tenant: str, *, translates: bool) -> Handoff:
         """Return a handoff that the engine can continue, perhaps a pending one."""
         record = await self.handoffs.get(handoff_id, tenant)
         if record.state is HandoffState.FAILED or record not in self.handoffs:

@@ -15,7 +15,8 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 
 from baton.admission.tenants import Admission, Ticket
-from baton.engines.port import Engine, EngineState, Json
+from baton.engines.backend import EngineState, Json
+from baton.engines.engine import LocalEngine
 from baton.errors import BatonError, HandoffIncompatible, HandoffNotFound
 from baton.images.client_image import ClientImage
 from baton.images.placed_image import PlacedImage
@@ -47,7 +48,7 @@ class Spoken:
     images: Sequence[ClientImage]
     fingerprints: Mapping[int, str] = field(default_factory=dict)
 
-    async def written(self, engine: Engine, context: RequestContext) -> ContextPrompt:
+    async def written(self, engine: LocalEngine, context: RequestContext) -> ContextPrompt:
         """Write it as an engine's prompt, as if a client had sent it there.
 
         Raises:
@@ -63,7 +64,7 @@ class Spoken:
 
 
 async def spoken(
-    engine: Engine, context: RequestContext, record: Handoff, images: Sequence[PlacedImage]
+    engine: LocalEngine, context: RequestContext, record: Handoff, images: Sequence[PlacedImage]
 ) -> Spoken:
     """Read what a context says.
 
@@ -100,7 +101,7 @@ async def _texts(text: EngineText, record: Handoff, images: Sequence[PlacedImage
     return texts
 
 
-def _words(engine: Engine, record: Handoff, begin: int, stop: int | None) -> list[int]:
+def _words(engine: LocalEngine, record: Handoff, begin: int, stop: int | None) -> list[int]:
     """Return some of a context's token ids, without those that no text holds."""
     special = engine.special_tokens | {record.placeholder}
     return [token for token in record.tokens[begin:stop] if token not in special]
@@ -115,7 +116,7 @@ class Translations:
     """Makes the translations of one gateway, each once however many requests need it."""
 
     def __init__(
-        self, engines: Sequence[Engine], handoffs: Library, plans: Plans, admission: Admission
+        self, engines: Sequence[LocalEngine], handoffs: Library, plans: Plans, admission: Admission
     ) -> None:
         self._engines = engines
         self._handoffs = handoffs
@@ -125,7 +126,7 @@ class Translations:
 
     async def sources(
         self,
-        engine: Engine,
+        engine: LocalEngine,
         context: RequestContext,
         records: Sequence[Handoff],
         save: SaveOptions | None = None,
@@ -150,7 +151,7 @@ class Translations:
         return found
 
     async def _source(
-        self, engine: Engine, context: RequestContext, record: Handoff, save: SaveOptions
+        self, engine: LocalEngine, context: RequestContext, record: Handoff, save: SaveOptions
     ) -> Source:
         if is_compatible(record, engine):
             return Source(record)
@@ -165,7 +166,7 @@ class Translations:
         return Source(found, Translated(record, computed))
 
     async def _once(
-        self, engine: Engine, context: RequestContext, record: Handoff, save: SaveOptions
+        self, engine: LocalEngine, context: RequestContext, record: Handoff, save: SaveOptions
     ) -> tuple[Handoff, int]:
         """Return the translation of a handoff, and how many of its tokens were computed for this request."""
         key = (record.id, engine.weights)
@@ -184,7 +185,7 @@ class Translations:
         return made, computed if begins else 0
 
     async def _translate(
-        self, engine: Engine, context: RequestContext, record: Handoff, save: SaveOptions
+        self, engine: LocalEngine, context: RequestContext, record: Handoff, save: SaveOptions
     ) -> tuple[Handoff, int]:
         said = await self._spoken(context, record)
         if len(said.images) > engine.images.limit:
@@ -215,7 +216,7 @@ class Translations:
         reader = next((each for each in theirs if each.state is EngineState.READY), theirs[0])
         return await spoken(reader, context, record, await self._handoffs.images(record))
 
-    def _kept(self, record: Handoff, engine: Engine, prompt: ContextPrompt) -> Handoff | None:
+    def _kept(self, record: Handoff, engine: LocalEngine, prompt: ContextPrompt) -> Handoff | None:
         """Return the translation that was made before, if it still says the same."""
         tokens = array("i", prompt.tokens or [])
         return next(
@@ -230,7 +231,7 @@ class Translations:
 
     async def _make(
         self,
-        engine: Engine,
+        engine: LocalEngine,
         context: RequestContext,
         record: Handoff,
         prompt: ContextPrompt,

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from baton.engines.port import Json
+from baton.engines.backend import Json
 
 
 @dataclass(frozen=True)

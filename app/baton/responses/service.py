@@ -15,7 +15,7 @@ import structlog
 from baton.admission.fair_queue import QueueLimits, watched_queue
 from baton.admission.fair_threads import FairThreads
 from baton.config.groups import ResponseSettings
-from baton.engines.port import Json, Reply, StreamReply, WholeReply
+from baton.engines.backend import Json, Reply, StreamReply, WholeReply
 from baton.errors import BatonError, GatewayOverloaded, InternalError, ResponseNotFound
 from baton.responses.response import NewResponse, Turn, replayed_items
 from baton.responses.store import ResponseStore

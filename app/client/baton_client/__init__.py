@@ -6,8 +6,7 @@ of others. `baton_client.httpx2` has the transports for SDKs that are built on h
 
 from __future__ import annotations
 
-from baton_client.async_client import AsyncBaton
-from baton_client.client import Baton
+from baton_client.client import AsyncBaton, Baton
 from baton_client.conversation import AsyncConversation, Conversation
 from baton_client.errors import (
     ApiError,

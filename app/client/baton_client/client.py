@@ -1,23 +1,19 @@
-"""The sync client."""
+"""The sync client, and its twin on asyncio."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import httpx
 
 from baton_client import routes
-from baton_client.call import Report
-from baton_client.conversation import Conversation
-from baton_client.driver import Driver
-from baton_client.handoffs import Handoffs
+from baton_client.conversation import AsyncConversation, Conversation
+from baton_client.driver import AsyncDriver, Driver, awaiting, blocking
+from baton_client.handoffs import AsyncHandoffs, Handoffs
 from baton_client.retries import Retries
-from baton_client.routes import Messages, Parameter, Start, Starts
-from baton_client.scripts import exchange
+from baton_client.routes import Start
 from baton_client.turns import first_turns
-from baton_client.values import Answer, SceneAnswer
 from baton_client.wire import client_options
 
 BASE_URL = "http://127.0.0.1:8000"
@@ -67,52 +63,8 @@ class Baton:
         """Close the connections."""
         self._driver.close()
 
-    def chat(
-        self,
-        model: str,
-        messages: Messages,
-        *,
-        start: Starts | None = None,
-        join: str | None = None,
-        order: str | None = None,
-        translate: bool | None = None,
-        save: bool = False,
-        label: str | None = None,
-        pin: bool = False,
-        ttl_s: int | None = None,
-        latent_steps: int = 0,
-        **fields: Any,
-    ) -> Answer:
-        """Ask a model, from a handoff or from the beginning.
-
-        Args:
-            model: name of the engine.
-            messages: of the chat, those after `start` alone; a text is one message of the user.
-            start: the handoff that the chat goes on from, or several, whose contexts are joined.
-            join: how: `exact` (None), or `moved`, which is faster and not exact.
-            order: in which order: `given` (None), or `any`.
-            translate: whether `start` may be of another model, which is then continued by its text; None: as
-                the engine is configured.
-            save: whether the chat with its answer is saved as a handoff: `Answer.handoff`.
-            label: a text of your own for that handoff; this, `pin`, `ttl_s` and `latent_steps` mean `save`.
-            pin: whether its KV stays when others' is evicted.
-            ttl_s: seconds it lives; None: as long as the gateway allows.
-            latent_steps: number of latent steps after the prompt.
-            fields: further fields of the request, such as `max_tokens` and `temperature`.
-
-        Raises:
-            NotFound: there is no such model, or no such handoff any more.
-            Overloaded: the gateway still has too much to do after the retries.
-            ApiError: the gateway refused the request, or failed.
-            ConnectionLost: no answer came.
-            ValueError: `stream` is set; this client does not stream.
-        """
-        starting = {"join": join, "order": order, "translate": translate}
-        saving = {"label": label, "pin": pin, "ttl_s": ttl_s, "latent_steps": latent_steps}
-        call = routes.chat(
-            model, messages, start=start, starting=starting, save=save, saving=saving, fields=fields
-        )
-        return self._driver.run(exchange(call, self._driver.retries))
+    chat = blocking(routes.chat)
+    scene = blocking(routes.scene)
 
     def conversation(
         self,
@@ -135,41 +87,48 @@ class Baton:
         turns = first_turns(model, self._driver.retries, system, start, label, keep)
         return Conversation(self._driver, turns)
 
-    def scene(
+
+class AsyncBaton:
+    """A client of a Baton gateway; use it in an `async with` block, or await `close`. See `Baton`."""
+
+    def __init__(
+        self,
+        base_url: str = BASE_URL,
+        api_key: str | None = None,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        retries: int = 2,
+        transport: httpx.AsyncBaseTransport | None = None,
+        max_answer_bytes: int = MAX_ANSWER_BYTES,
+    ) -> None:
+        options = client_options(base_url, api_key, timeout_s)
+        self._driver = AsyncDriver(options, Retries(retries), transport, max_answer_bytes)
+        self.handoffs = AsyncHandoffs(self._driver)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._driver.close()
+
+    chat = awaiting(routes.chat)
+    scene = awaiting(routes.scene)
+
+    def conversation(
         self,
         model: str,
-        scene: str | Path | bytes,
+        system: str | None = None,
         *,
-        accept: str = "image/tiff",
-        target: str | Path | None = None,
-        progress: Report | None = None,
-        media_type: str | None = None,
-        **parameters: Parameter,
-    ) -> SceneAnswer:
-        """Send a scene to a model's plugin, as a file; a path is read while it is sent.
-
-        Args:
-            model: name of the engine.
-            scene: path of the file, or its bytes.
-            accept: media type of the answer: `image/tiff` the mask, `image/png` the preview,
-                `application/json` the numbers, `application/zip` all files.
-            target: the file that the answer is written to; None: it is returned.
-            progress: called with a `Progress` for each piece that is sent or received.
-            media_type: of the scene; None: by the file's name, of bytes `image/tiff`.
-            parameters: the plugin's own, such as `indices=[2, 1, 0]` and `outputs=["mask", "preview"]`.
-
-        Raises:
-            ApiError: the gateway or the plugin refused the scene, or failed.
-            ConnectionLost: no answer came, or not all of it; `target` is not touched then.
-            FileNotFoundError: there is no such file, or no folder for `target`.
-        """
-        call = routes.scene(
-            model,
-            scene,
-            accept=accept,
-            media_type=media_type,
-            target=target,
-            report=progress,
-            parameters=parameters,
-        )
-        return self._driver.run(exchange(call, self._driver.retries))
+        start: Start | None = None,
+        label: str | None = None,
+        keep: bool = False,
+    ) -> AsyncConversation:
+        """Begin a conversation of which each turn sends the new message alone; see `Baton.conversation`."""
+        turns = first_turns(model, self._driver.retries, system, start, label, keep)
+        return AsyncConversation(self._driver, turns)

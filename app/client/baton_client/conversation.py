@@ -5,8 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any, Self
 
-from baton_client.async_driver import AsyncDriver
-from baton_client.driver import Driver
+from baton_client.driver import AsyncDriver, Driver
 from baton_client.errors import BatonError
 from baton_client.turns import Content, Turns
 from baton_client.values import Answer

@@ -6,8 +6,11 @@ All transports share this, whatever HTTP library they are of.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
+from types import TracebackType
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
+W = TypeVar("W")
 HEADER = "X-Baton-Handoff"
 ID_HEADER = "X-Handoff-Id"
 GENERATE = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
@@ -62,3 +65,74 @@ class HandoffHeader:
         """Keep the id that a response names."""
         if (saved := headers.get(ID_HEADER)) is not None:
             self.ids.append(saved)
+
+
+class MarkingTransport(HandoffHeader, Generic[W]):
+    """Sends requests with the header `X-Baton-Handoff`; see `HandoffHeader` for `handoff`, `ids` and `last`.
+
+    The gateway refuses a request with the field `handoff` whose header is `save` or an id as well: send such
+    a request with the header `X-Baton-Handoff: auto` of its own, which is left as it is.
+
+    Args:
+        handoff: `auto`, `off`, `save`, or the id of the handoff that requests start from.
+        wrapped: what sends the requests; None: a new `HTTPTransport`. It is closed with this one.
+        remember: number of ids that are kept.
+    """
+
+    usual: ClassVar[Callable[[], Any]]
+
+    def __init__(self, handoff: str = "auto", *, wrapped: W | None = None, remember: int = 1000) -> None:
+        super().__init__(handoff, remember=remember)
+        self._wrapped: Any = wrapped or type(self).usual()
+
+    def __enter__(self) -> Self:
+        self._wrapped.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None = None,
+        exc_value: BaseException | None = None,
+        traceback: TracebackType | None = None,
+    ) -> None:
+        self._wrapped.__exit__(exc_type, exc_value, traceback)
+
+    def handle_request(self, request: Any) -> Any:
+        self.mark(request.method, request.url.path, request.headers)
+        response = self._wrapped.handle_request(request)
+        self.note(response.headers)
+        return response
+
+    def close(self) -> None:
+        self._wrapped.close()
+
+
+class AsyncMarkingTransport(HandoffHeader, Generic[W]):
+    """Sends requests with the header `X-Baton-Handoff`; see `HandoffTransport`."""
+
+    usual: ClassVar[Callable[[], Any]]
+
+    def __init__(self, handoff: str = "auto", *, wrapped: W | None = None, remember: int = 1000) -> None:
+        super().__init__(handoff, remember=remember)
+        self._wrapped: Any = wrapped or type(self).usual()
+
+    async def __aenter__(self) -> Self:
+        await self._wrapped.__aenter__()
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None = None,
+        exc_value: BaseException | None = None,
+        traceback: TracebackType | None = None,
+    ) -> None:
+        await self._wrapped.__aexit__(exc_type, exc_value, traceback)
+
+    async def handle_async_request(self, request: Any) -> Any:
+        self.mark(request.method, request.url.path, request.headers)
+        response = await self._wrapped.handle_async_request(request)
+        self.note(response.headers)
+        return response
+
+    async def aclose(self) -> None:
+        await self._wrapped.aclose()

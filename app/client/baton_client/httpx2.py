@@ -1,91 +1,20 @@
 """Put `X-Baton-Handoff` under SDKs that are built on httpx2: those of OpenAI (3.x) and Anthropic (2.x).
 
-It is `transport.py` with other base classes, as neither library takes the other's requests. httpx2 is no
-dependency of this package: the SDK brings it.
+Neither library takes the other's requests. httpx2 is no dependency of this package: the SDK brings it.
 """
 
 from __future__ import annotations
 
-from types import TracebackType
-from typing import Self
-
 import httpx2
 
-from baton_client.handoff_header import HandoffHeader
+from baton_client.handoff_header import AsyncMarkingTransport, MarkingTransport
 
 
-class HandoffTransport(HandoffHeader, httpx2.BaseTransport):
-    """Sends requests with the header `X-Baton-Handoff`; see `HandoffHeader` for `handoff`, `ids` and `last`.
-
-    The gateway refuses a request with the field `handoff` whose header is `save` or an id as well: send such
-    a request with the header `X-Baton-Handoff: auto` of its own, which is left as it is.
-
-    Args:
-        handoff: `auto`, `off`, `save`, or the id of the handoff that requests start from.
-        wrapped: what sends the requests; None: a new `httpx2.HTTPTransport`. It is closed with this one.
-        remember: number of ids that are kept.
-    """
-
-    def __init__(
-        self, handoff: str = "auto", *, wrapped: httpx2.BaseTransport | None = None, remember: int = 1000
-    ) -> None:
-        super().__init__(handoff, remember=remember)
-        self._wrapped = wrapped or httpx2.HTTPTransport()
-
-    def __enter__(self) -> Self:
-        self._wrapped.__enter__()
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None = None,
-        exc_value: BaseException | None = None,
-        traceback: TracebackType | None = None,
-    ) -> None:
-        self._wrapped.__exit__(exc_type, exc_value, traceback)
-
-    def handle_request(self, request: httpx2.Request) -> httpx2.Response:
-        self.mark(request.method, request.url.path, request.headers)
-        response = self._wrapped.handle_request(request)
-        self.note(response.headers)
-        return response
-
-    def close(self) -> None:
-        self._wrapped.close()
+class HandoffTransport(MarkingTransport[httpx2.BaseTransport], httpx2.BaseTransport):
+    __doc__ = MarkingTransport.__doc__
+    usual = httpx2.HTTPTransport
 
 
-class AsyncHandoffTransport(HandoffHeader, httpx2.AsyncBaseTransport):
-    """Sends requests with the header `X-Baton-Handoff`; see `HandoffTransport`.
-
-    Args:
-        handoff: `auto`, `off`, `save`, or the id of the handoff that requests start from.
-        wrapped: what sends the requests; None: a new `httpx2.AsyncHTTPTransport`. It is closed with this one.
-        remember: number of ids that are kept.
-    """
-
-    def __init__(
-        self, handoff: str = "auto", *, wrapped: httpx2.AsyncBaseTransport | None = None, remember: int = 1000
-    ) -> None:
-        super().__init__(handoff, remember=remember)
-        self._wrapped = wrapped or httpx2.AsyncHTTPTransport()
-
-    async def __aenter__(self) -> Self:
-        await self._wrapped.__aenter__()
-        return self
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None = None,
-        exc_value: BaseException | None = None,
-        traceback: TracebackType | None = None,
-    ) -> None:
-        await self._wrapped.__aexit__(exc_type, exc_value, traceback)
-
-    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        self.mark(request.method, request.url.path, request.headers)
-        response = await self._wrapped.handle_async_request(request)
-        self.note(response.headers)
-        return response
-
-    async def aclose(self) -> None:
-        await self._wrapped.aclose()
+class AsyncHandoffTransport(AsyncMarkingTransport[httpx2.AsyncBaseTransport], httpx2.AsyncBaseTransport):
+    __doc__ = AsyncMarkingTransport.__doc__
+    usual = httpx2.AsyncHTTPTransport

@@ -40,7 +40,6 @@ class Retries:
         """Return the seconds to wait before a call is sent again; None: the reply is final.
 
         Args:
-            reply: to the call.
             attempt: number of retries so far.
         """
         asked = retry_after(reply.headers)

@@ -1,11 +1,13 @@
-"""Write the calls of the gateway's routes: what is sent, and how the answer is read."""
+"""Write the calls of the gateway's routes: what is sent, and how the answer is read.
+
+`driver.blocking` and `awaiting` make methods of some of them: their docstrings say what the method does.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 from urllib.parse import quote
 
@@ -74,29 +76,64 @@ def chat(
     messages: Messages,
     *,
     start: Starts | None = None,
-    starting: Mapping[str, Any] = MappingProxyType({}),
+    join: str | None = None,
+    order: str | None = None,
+    translate: bool | None = None,
     save: bool = False,
-    saving: Mapping[str, Any],
-    fields: Mapping[str, Any],
+    label: str | None = None,
+    pin: bool = False,
+    ttl_s: int | None = None,
+    latent_steps: int = 0,
+    **fields: Any,
 ) -> Call[Answer]:
-    """Return the call of a chat.
+    """Ask a model, from a handoff or from the beginning.
 
     Args:
         model: name of the engine.
-        messages: of the chat; those that follow the handoff, if it starts from one.
-        start: the handoff that it starts from, or several that are joined.
-        starting: how: `join`, `order`, `translate`.
-        save: whether it saves a handoff.
-        saving: how: `label`, `ttl_s`, `pin`, `latent_steps`; any of them means `save`.
-        fields: further fields of the body, such as `max_tokens`.
+        messages: of the chat, those after `start` alone; a text is one message of the user.
+        start: the handoff that the chat goes on from, or several, whose contexts are joined.
+        join: how: `exact` (None), or `moved`, which is faster and not exact.
+        order: in which order: `given` (None), or `any`.
+        translate: whether `start` may be of another model, which is then continued by its text; None: as
+            the engine is configured.
+        save: whether the chat with its answer is saved as a handoff: `Answer.handoff`.
+        label: a text of your own for that handoff; this, `pin`, `ttl_s` and `latent_steps` mean `save`.
+        pin: whether its KV stays when others' is evicted.
+        ttl_s: seconds it lives; None: as long as the gateway allows.
+        latent_steps: number of latent steps after the prompt.
+        fields: further fields of the request, such as `max_tokens` and `temperature`.
 
     Raises:
-        ValueError: `stream` is set.
+        NotFound: there is no such model, or no such handoff any more.
+        Overloaded: the gateway still has too much to do after the retries.
+        ApiError: the gateway refused the request, or failed.
+        ConnectionLost: no answer came.
+        ValueError: `stream` is set; this client does not stream.
+    """
+    starting = {"join": join, "order": order, "translate": translate}
+    saving = {"label": label, "pin": pin, "ttl_s": ttl_s, "latent_steps": latent_steps}
+    return chat_call(model, messages, start, starting, save=save, saving=saving, fields=fields)
+
+
+def chat_call(
+    model: str,
+    messages: Messages,
+    start: Starts | None,
+    starting: Mapping[str, Any],
+    *,
+    save: bool,
+    saving: Mapping[str, Any],
+    fields: Mapping[str, Any],
+) -> Call[Answer]:
+    """Write the call of a chat; see `chat`.
+
+    Args:
+        starting: `join`, `order`, `translate`.
+        saving: `label`, `ttl_s`, `pin`, `latent_steps`; any of them means `save`.
     """
     if fields.get("stream"):
         raise ValueError("This client does not stream: use an OpenAI client with a HandoffTransport.")
-    how = given(**saving)
-    handoff = given(save=how or save)
+    handoff = given(save=given(**saving) or save)
     if start is not None:
         handoff |= {"from": ids_of(start)} | chosen(starting)
     body: Json = {**fields, "model": model, "messages": messages_of(messages)}
@@ -107,43 +144,68 @@ def chat(
 
 def create_handoff(
     model: str,
-    messages: Messages | None,
-    prompt: str | Sequence[int] | None,
-    start: Starts | None,
-    starting: Mapping[str, Any],
-    saving: Mapping[str, Any],
-    fields: Mapping[str, Any],
+    *,
+    messages: Messages | None = None,
+    prompt: str | Sequence[int] | None = None,
+    start: Starts | None = None,
+    join: str | None = None,
+    order: str | None = None,
+    translate: bool | None = None,
+    label: str | None = None,
+    pin: bool = False,
+    ttl_s: int | None = None,
+    latent_steps: int = 0,
+    **fields: Any,
 ) -> Call[Handoff]:
-    """Return the call that computes a context and saves it, without an answer.
+    """Compute a context and save it, without an answer. It may still be pending: see `wait`.
+
+    Args:
+        model: name of the engine.
+        messages: the context as a chat; a text is one message of the user.
+        prompt: the context as a text or token ids; either this or `messages`.
+        start: the handoff that the new one continues, or several, whose contexts are joined; then neither
+            `prompt` nor `messages` is needed.
+        join: how: `exact` (None), or `moved`, which is faster and not exact.
+        order: in which order: `given` (None), or `any`.
+        translate: whether `start` may be of another model: the new handoff holds its text, and neither
+            `prompt` nor `messages` is needed; None: as the engine is configured.
+        label: a text of your own, for `find`.
+        pin: whether its KV stays when others' is evicted.
+        ttl_s: seconds it lives; None: as long as the gateway allows.
+        latent_steps: number of latent steps after the context.
+        fields: further fields of the body, such as `images`.
 
     Raises:
         ValueError: `messages` and `prompt` are both given, or both left out where no contexts are joined and
             none is translated.
     """
-    whole = isinstance(start, list | tuple) or (start is not None and starting.get("translate"))
+    whole = isinstance(start, list | tuple) or (start is not None and translate)
     if (messages is None) is (prompt is None) and not (whole and messages is None):
         raise ValueError(
             "Give either 'messages' or 'prompt', or several handoffs as 'start', or one with 'translate'."
         )
-    body: Json = {**fields, "model": model, **given(**saving)}
+    saving = given(label=label, pin=pin, ttl_s=ttl_s, latent_steps=latent_steps)
+    body: Json = {**fields, "model": model, **saving}
     if messages is not None:
         body["messages"] = messages_of(messages)
     if prompt is not None:
         body["prompt"] = prompt if isinstance(prompt, str) else list(prompt)
     if start is not None:
+        starting = {"join": join, "order": order, "translate": translate}
         body |= {"from": ids_of(start)} | chosen(starting)
     return Call("POST", "/v1/handoffs", _handoff, body)
 
 
 def get_handoff(handoff: Start) -> Call[Handoff]:
-    """Return the call that shows a handoff."""
+    """Return a handoff as it is now."""
     return Call("GET", _path(handoff), _handoff)
 
 
-def change_handoff(handoff: Start, changes: Mapping[str, Any]) -> Call[Handoff]:
-    """Return the call that sets a handoff's `label`, `ttl_s` or `pin`; what is None stays."""
-    body = {name: value for name, value in changes.items() if value is not None}
-    return Call("PATCH", _path(handoff), _handoff, body)
+def change_handoff(
+    handoff: Start, *, label: str | None = None, ttl_s: int | None = None, pin: bool | None = None
+) -> Call[Handoff]:
+    """Change a handoff: its label, its life from now in seconds, its pin. What is None stays."""
+    return Call("PATCH", _path(handoff), _handoff, chosen({"label": label, "ttl_s": ttl_s, "pin": pin}))
 
 
 def delete_handoff(handoff: Start) -> Call[None]:
@@ -159,26 +221,38 @@ def list_handoffs(after: str | None = None) -> Call[Page]:
 
 def scene(
     model: str,
-    source: str | Path | bytes,
+    scene: str | Path | bytes,
     *,
-    accept: str,
-    media_type: str | None,
-    target: str | Path | None,
-    report: Report | None,
-    parameters: Mapping[str, Parameter],
+    accept: str = "image/tiff",
+    target: str | Path | None = None,
+    progress: Report | None = None,
+    media_type: str | None = None,
+    **parameters: Parameter,
 ) -> Call[SceneAnswer]:
-    """Return the call that sends a file to a model's plugin.
+    """Send a scene to a model's plugin, as a file; a path is read while it is sent.
+
+    Args:
+        model: name of the engine.
+        scene: path of the file, or its bytes.
+        accept: media type of the answer: `image/tiff` the mask, `image/png` the preview,
+            `application/json` the numbers, `application/zip` all files.
+        target: the file that the answer is written to; None: it is returned.
+        progress: called with a `Progress` for each piece that is sent or received.
+        media_type: of the scene; None: by the file's name, of bytes `image/tiff`.
+        parameters: the plugin's own, such as `indices=[2, 1, 0]` and `outputs=["mask", "preview"]`.
 
     Raises:
+        ApiError: the gateway or the plugin refused the scene, or failed.
+        ConnectionLost: no answer came, or not all of it; `target` is not touched then.
         FileNotFoundError: there is no such file, or no folder for `target`.
     """
-    body = Upload(source if isinstance(source, bytes) else Path(source), report)
+    body = Upload(scene if isinstance(scene, bytes) else Path(scene), progress)
     path = None if target is None else Path(target)
     if path is not None and not path.parent.is_dir():
         raise FileNotFoundError(f"The answer cannot be written: there is no folder {path.parent}.")
     headers = {
         "Accept": accept,
-        "Content-Type": media_type or _media_type(source),
+        "Content-Type": media_type or _media_type(scene),
         "Content-Length": str(body.size),
     }
     return Call(
@@ -189,7 +263,7 @@ def scene(
         {"model": model} | {name: _joined(value) for name, value in parameters.items()},
         headers,
         path,
-        report,
+        progress,
     )
 
 

@@ -66,7 +66,6 @@ class Turns:
 
     Args:
         model: name of the engine.
-        retries: when requests are sent again.
         start: id of the handoff that it starts from; None: it begins anew.
         unsaved: messages that no handoff holds yet; the first turn sends them.
         label: given to each handoff that it saves; the last one is kept. None: none is.
@@ -113,7 +112,7 @@ class Turns:
         saving = {"label": self._label} | {name: fields[name] for name in SAVING if name in fields}
         rest = {name: value for name, value in fields.items() if name not in SAVING}
         sent = [*self._unsaved, {"role": "user", "content": content}]
-        call = routes.chat(self._model, sent, start=self.handoff, save=True, saving=saving, fields=rest)
+        call = routes.chat_call(self._model, sent, self.handoff, {}, save=True, saving=saving, fields=rest)
         answer = yield from exchange(call, self._retries)
         asked_to_keep = self._keep or fields.get("label") is not None or bool(fields.get("pin"))
         self._take(answer, sent, keep=asked_to_keep)

@@ -32,7 +32,7 @@ class Options(TypedDict):
 
 
 def client_options(base_url: str, api_key: str | None, timeout_s: float) -> Options:
-    """Return how an httpx client is made.
+    """Choose the options of an httpx client.
 
     Args:
         base_url: of the gateway, with `/v1` at its end or without.
@@ -78,7 +78,6 @@ class Arrival:
     The file appears under its name once it is whole; until then it has a name of its own beside it.
 
     Args:
-        call: the call that is answered.
         most: bytes that the answer may have in memory.
 
     Attributes:

@@ -14,13 +14,10 @@ from typing import Any
 import structlog
 from jiter import from_json
 
-from baton.engines.port import Json, Operation
+from baton.engines.backend import Json, Operation
 from baton.engines.scrub import scrub
 from baton.errors import BatonError, OperationUnsupported, RemoteBusy, RemoteFailed, RemoteRefusal
 from baton.telemetry.ids import RequestContext
-
-# Translate the error that a server elsewhere answers with into one of ours, or pass it on.
-
 
 ERROR_BYTES = 64 * 1024
 """Most bytes of an error that are read."""
@@ -64,19 +61,16 @@ def parsed_json(text: bytes) -> tuple[Any, bool]:
 
 
 def refusal(engine: str, status: int, headers: Mapping[str, str], body: bytes) -> BatonError:
-    """Return the error for an answer that is none.
-
-    Args:
-        engine: name of the engine.
-        status: of the answer.
-        headers: of the answer.
-        body: of the answer, as far as it was read.
-    """
-    fields = error_fields(body)
+    """Make the error for an answer that is none, of its `error` in OpenAI's or Anthropic's shape."""
+    try:
+        fields = fields_of(parsed_json(body)[0])
+    except ValueError:
+        fields = None
     server = f"The server that answers for '{engine}'"
     if status in BUSY:
         wait_s = retry_after_s(headers.get("retry-after"))
-        return RemoteBusy(status=status, retry_after_s=wait_s, fields=_with_type(fields, status))
+        fields = fields or ({"type": "rate_limit_error"} if status == 429 else {})  # else a 429 is as a 503
+        return RemoteBusy(status=status, retry_after_s=wait_s, fields=fields)
     if status in KEY_REFUSED:
         return RemoteFailed(f"{server} refuses this gateway's key.")
     if not 400 <= status < 500:
@@ -88,20 +82,6 @@ def refusal(engine: str, status: int, headers: Mapping[str, str], body: bytes) -
     if status == 404 and (fields.get("param") == "model" or fields.get("code") == "model_not_found"):
         return RemoteFailed(f"{server} does not serve the model that it is asked for.")
     return RemoteRefusal(fields["message"], status=status, fields=fields)
-
-
-def _with_type(fields: Json | None, status: int) -> Json:
-    """Return the fields of an error; without any, those in which a 429 differs from a 503."""
-    return fields or ({"type": "rate_limit_error"} if status == 429 else {})
-
-
-def error_fields(body: bytes | str) -> Json | None:
-    """Return the `error` object of a body in OpenAI's or Anthropic's shape; None: it has another shape."""
-    try:
-        parsed, _ = parsed_json(body if isinstance(body, bytes) else body.encode())
-    except ValueError:
-        return None
-    return fields_of(parsed)
 
 
 def fields_of(parsed: object) -> Json | None:
@@ -125,11 +105,6 @@ def shown(error: Json) -> Json:
     return fields if is_code or "code" not in fields else fields | {"code": None}
 
 
-def of_the_server_itself(fields: Json) -> bool:
-    """Return whether an error within a stream is of the server's inside, as vLLM says with a number."""
-    return type(code := fields.get("code")) is int and code >= 500
-
-
 def retry_after_s(value: str | None) -> int | None:
     """Return the seconds that a `Retry-After` names, as a number or as a date; None: it names none."""
     if value is None:
@@ -141,9 +116,6 @@ def retry_after_s(value: str | None) -> int | None:
     if not value.strip().isdecimal():
         seconds -= time.time()
     return max(1, min(LONGEST_WAIT_S, round(seconds)))
-
-
-# Split the bytes of a stream into server-sent events (HTML standard, section 9.2.6).
 
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -167,7 +139,7 @@ class ServerEvent:
 
 
 class EventSplitter:
-    """Collects the bytes of a stream until an event is complete.
+    """Splits the bytes of a stream into server-sent events (HTML standard, section 9.2.6).
 
     Args:
         most: bytes that one event may have.
@@ -192,7 +164,10 @@ class EventSplitter:
             RemoteFailed: an event is too long, or no text.
         """
         self._rest += self._with_line_feeds(data)
-        self._drop_mark()
+        if not self._began and len(self._rest) >= len(BYTE_ORDER_MARK):
+            self._began = True
+            if self._rest.startswith(BYTE_ORDER_MARK):
+                del self._rest[: len(BYTE_ORDER_MARK)]
         events = []
         while (end := self._rest.find(b"\n\n", max(0, self._searched - 1))) >= 0:
             event = _event(bytes(self._rest[:end]))
@@ -214,12 +189,6 @@ class EventSplitter:
         self._return = data.endswith(b"\r")
         return data.replace(b"\r\n", b"\n").replace(b"\r", b"\n") if b"\r" in data else data
 
-    def _drop_mark(self) -> None:
-        if not self._began and len(self._rest) >= len(BYTE_ORDER_MARK):
-            self._began = True
-            if self._rest.startswith(BYTE_ORDER_MARK):
-                del self._rest[: len(BYTE_ORDER_MARK)]
-
 
 def _event(block: bytes) -> ServerEvent | None:
     """Return the event that a block of lines is; None: it has no data."""
@@ -236,9 +205,6 @@ def _event(block: bytes) -> ServerEvent | None:
         elif field == "event":
             name = value
     return ServerEvent(name, "\n".join(data)) if data else None
-
-
-# Put our name of a model into a server's answers, count their tokens, and find errors in their streams.
 
 
 log = structlog.get_logger("baton.engine")
@@ -368,8 +334,10 @@ class StreamReader:
         self._refuse_error(event, parsed)
         kind = parsed.get("type") or event.name
         self.complete = self.complete or kind in LAST_EVENTS[self.operation]
-        self._count(parsed, kind)
-        if self.hides_usage and _is_usage(parsed):
+        self.count.read(parsed)
+        if kind in OF_TEXT or parsed.get("choices"):
+            self.count.piece()
+        if self.hides_usage and parsed.get("choices") == [] and "usage" in parsed and "handoff" not in parsed:
             return ""
         changed = self.names.put(parsed) or nulled or "\n" in event.data
         return str(ServerEvent(event.name, json.dumps(parsed)) if changed else event)
@@ -382,15 +350,6 @@ class StreamReader:
         if fields is None:
             return
         log.error("remote_stream_failed", engine=self.names.here, cause=str(fields.get("message"))[:300])
-        if of_the_server_itself(fields):
+        if type(code := fields.get("code")) is int and code >= 500:  # vLLM's word for a fault of its own
             del fields["message"]  # as with an answer in one piece, ours is told
         raise RemoteFailed(fields=fields)
-
-    def _count(self, parsed: Json, kind: Any) -> None:
-        self.count.read(parsed)
-        if kind in OF_TEXT or parsed.get("choices"):
-            self.count.piece()
-
-
-def _is_usage(chunk: Json) -> bool:
-    return chunk.get("choices") == [] and "usage" in chunk and "handoff" not in chunk

@@ -19,13 +19,6 @@ from baton.config.groups import EngineSettings, RemoteSettings
 from baton.engines.elsewhere.answers import not_an_answer
 from baton.errors import RemoteFailed, RemoteLost, RemoteTimeout, RemoteUnreachable, SettingsError
 
-# Keep connections to one server: each for one tenant, and one request at a time, the last used one first.
-#
-# A server, or a proxy before it, that sends two answers to one request puts the second one before the answer
-# to the next request. So a connection with anything left in it is closed, and none goes from tenant to
-# tenant.
-
-
 log = structlog.get_logger("baton.engine")
 IDLE_S = 2.0
 """Idle connections are kept so long: servers close theirs after five seconds, which no request may meet."""
@@ -33,13 +26,14 @@ ONE = httpx.Limits(max_connections=1, max_keepalive_connections=1, keepalive_exp
 
 
 class Connections:
-    """Connections to one server, as many as there are requests at once.
+    """Connections to one server: each for one tenant, and one request at a time, the last used one first.
+
+    A server, or a proxy before it, that sends two answers to one request puts the second one before the
+    answer to the next request. So a connection with anything left in it is closed, and none goes from tenant
+    to tenant.
 
     Each is a transport of httpx of its own. A transport with many looks through all of them for each of them
     whenever a request begins or ends: with 200 requests at once that took most of the processor's time.
-
-    Args:
-        tls: whom to trust.
     """
 
     def __init__(self, tls: ssl.SSLContext) -> None:
@@ -48,14 +42,10 @@ class Connections:
         self._used: set[Connection] = set()
 
     def take(self, tenant: str = OURS) -> Connection:
-        """Return a connection that no other request uses. It connects once a request is sent.
-
-        Args:
-            tenant: of the request.
-        """
+        """Return a connection that no other request uses. It connects once a request is sent."""
         taken = next((each for each in reversed(self._idle) if each.tenant == tenant), None)
         if taken is None:
-            taken = Connection(self, self._tls, tenant)
+            taken = Connection(self._tls, tenant)
         else:
             self._idle.remove(taken)
         self._used.add(taken)
@@ -90,22 +80,15 @@ class Connections:
 
 
 class Connection:
-    """One connection to a server.
-
-    Proxies of the environment are not used.
-
-    Args:
-        owner: where it is given back.
-        tls: whom to trust.
-        tenant: whose requests it is for; also an attribute.
+    """One connection to a server; proxies of the environment are not used.
 
     Attributes:
+        tenant: whose requests it is for.
         transport: sends a request over it, and connects where it must.
         idle_since: when it was given back, in monotonic seconds.
     """
 
-    def __init__(self, owner: Connections, tls: ssl.SSLContext, tenant: str) -> None:
-        self._owner = owner
+    def __init__(self, tls: ssl.SSLContext, tenant: str) -> None:
         self.tenant = tenant
         self.transport = httpx.AsyncHTTPTransport(verify=tls, trust_env=False, limits=ONE)
         self.idle_since = 0.0
@@ -115,14 +98,6 @@ class Connection:
         """Whether nothing has come over it behind the last answer."""
         opened = [each._connection for each in self.transport._pool.connections]  # type: ignore[attr-defined]
         return not any(each is not None and _has_rest(each) for each in opened)
-
-    async def give_back(self) -> None:
-        """Let the next request use it."""
-        await self._owner.give_back(self)
-
-    async def drop(self) -> None:
-        """Close it."""
-        await self._owner.drop(self)
 
 
 def _has_rest(connection: Any) -> bool:
@@ -146,16 +121,17 @@ CONNECTING = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 
 
 class Answer:
-    """An answer whose head has come. Close it, or read it to its end.
+    """An answer whose head has come. Close it, or read it to its end."""
 
-    Args:
-        response: the answer.
-        connection: that it comes over.
-        settings: how long it may pause, and how long it may be.
-    """
-
-    def __init__(self, response: httpx.Response, connection: Connection, settings: RemoteSettings) -> None:
+    def __init__(
+        self,
+        response: httpx.Response,
+        connections: Connections,
+        connection: Connection,
+        settings: RemoteSettings,
+    ) -> None:
         self._response = response
+        self._connections = connections
         self._connection: Connection | None = connection
         self._settings = settings
         self._bytes = response.aiter_raw()
@@ -212,23 +188,20 @@ class Answer:
             RemoteTimeout: it paused too long, or takes longer than `answer_s` as a whole.
         """
         try:
+            body = bytearray()
             with _translated():
                 async with asyncio.timeout(self._settings.answer_s):
-                    return await self._read(most, cut=cut, take=take)
+                    while len(body) <= most and (part := await self.next()) is not None:
+                        take(len(part))
+                        body += part
+            if len(body) > most and not cut:
+                raise RemoteFailed(
+                    "The answer of the server for this model is larger than this gateway takes "
+                    "(setting remote.answer_bytes)."
+                )
+            return bytes(body[:most])
         finally:
             await self.close()
-
-    async def _read(self, most: int, *, cut: bool, take: Callable[[int], None]) -> bytes:
-        body = bytearray()
-        while len(body) <= most and (part := await self.next()) is not None:
-            take(len(part))
-            body += part
-        if len(body) > most and not cut:
-            raise RemoteFailed(
-                "The answer of the server for this model is larger than this gateway takes "
-                "(setting remote.answer_bytes)."
-            )
-        return bytes(body[:most])
 
     async def close(self) -> None:
         """Close the connection, unless the body was read; then the next request may use it."""
@@ -238,18 +211,15 @@ class Answer:
         try:
             await self._response.aclose()
         except BaseException:
-            await connection.drop()
+            await self._connections.drop(connection)
             raise
-        await connection.give_back()
+        await self._connections.give_back(connection)
 
 
 class RemoteClient:
     """Connections to the server of one engine.
 
     Redirects are not followed, proxies of the environment not used, cookies not kept.
-
-    Args:
-        engine: the engine's settings.
 
     Raises:
         SettingsError: the certificates cannot be read.
@@ -278,11 +248,7 @@ class RemoteClient:
         """Send a request and return the answer once its head has come. A cancelled request is closed.
 
         Args:
-            method: of the request.
             path: below the configured address.
-            headers: of the request.
-            content: its body.
-            query: its query.
             tenant: whose connection it takes.
 
         Raises:
@@ -304,9 +270,9 @@ class RemoteClient:
                 async with asyncio.timeout(self._settings.answer_s):
                     response = await connection.transport.handle_async_request(request)
         except BaseException:
-            await connection.drop()
+            await self._connections.drop(connection)
             raise
-        answer = Answer(response, connection, self._settings)
+        answer = Answer(response, self._connections, connection, self._settings)
         if response.headers.get("content-encoding", "identity").lower() != "identity":
             await answer.close()
             raise not_an_answer("a compressed answer")

@@ -32,9 +32,6 @@ class Key:
 class RemoteKeys:
     """The keys of one engine, read again by `refresh`.
 
-    Args:
-        engine: the engine's settings.
-
     Raises:
         SettingsError: a file cannot be read, or holds no key.
     """

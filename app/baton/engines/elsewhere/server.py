@@ -10,7 +10,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from pydantic_core import to_json
 
 from baton.admission.fair_threads import in_own_thread
 from baton.config.groups import EngineSettings, RemoteSettings
+from baton.engines.backend import Json, Operation, Peer, Reply, StreamReply, WholeReply
 from baton.engines.elsewhere.answers import (
     BUSY,
     ERROR_BYTES,
@@ -35,7 +36,6 @@ from baton.engines.elsewhere.answers import (
 from baton.engines.elsewhere.breaker import Breaker
 from baton.engines.elsewhere.client import Answer, RemoteClient
 from baton.engines.elsewhere.keys import Key, RemoteKeys
-from baton.engines.port import Json, Operation, Peer, Reply, StreamReply, WholeReply
 from baton.errors import (
     BatonError,
     ClientError,
@@ -47,9 +47,6 @@ from baton.errors import (
 )
 from baton.telemetry.ids import CUT_HEADER, HOPS_HEADER, RequestContext
 from baton.telemetry.metrics import RemoteMetrics
-
-# Write the requests that a server elsewhere gets: path, headers and body.
-
 
 PATHS = {
     Operation.COMPLETIONS: "/v1/completions",
@@ -81,7 +78,6 @@ def headers_of(context: RequestContext | None, key: Key, *, automatic: bool = Tr
 
     Args:
         context: of the client's request; None: there is none.
-        key: for the server.
         automatic: whether the server may load and save handoffs by itself.
     """
     headers = {"Accept": "application/json, text/event-stream", "Content-Type": "application/json"}
@@ -113,7 +109,6 @@ def body_of(operation: Operation, body: Json, model: str, salt: str | None) -> b
     """Return the body that the server gets.
 
     Args:
-        operation: the operation.
         body: the client's body; not changed.
         model: the model's name on the server.
         salt: sets vLLM's prefix cache apart for the tenant; None: nothing does.
@@ -124,20 +119,6 @@ def body_of(operation: Operation, body: Json, model: str, salt: str | None) -> b
     if salt is not None and operation in SALTED:
         sent["cache_salt"] = salt
     return to_json(sent)
-
-
-class Salts:
-    """Makes the salt of each tenant: the same for all its requests, and different for other servers."""
-
-    def __init__(self) -> None:
-        self._secret = secrets.token_bytes(32)
-
-    def of(self, tenant: str) -> str:
-        """Return a tenant's salt."""
-        return hmac.new(self._secret, tenant.encode(), hashlib.sha256).hexdigest()
-
-
-# Look whether a server elsewhere answers, which models it has, and whether it is another Baton.
 
 
 LIST_BYTES = 4 * 1024 * 1024
@@ -189,10 +170,8 @@ async def look(client: RemoteClient, settings: RemoteSettings, key: Key, model: 
         return Look(key_refused=True)
     if answer.status >= 500:
         raise RemoteFailed()
-    return _listed(body, model) if answer.status == 200 else Look()
-
-
-def _listed(body: bytes, model: str) -> Look:
+    if answer.status != 200:
+        return Look()
     try:
         found = json.loads(body)["data"]
         cards = {card["id"]: card for card in found if isinstance(card["id"], str)}
@@ -225,33 +204,6 @@ async def _got(
         raise RemoteTimeout() from error
 
 
-async def ask_peer(
-    client: RemoteClient,
-    engine: EngineSettings,
-    key: Key,
-    challenge: str | None = None,
-    context: RequestContext | None = None,
-) -> Peer | None:
-    """Ask the server who it is; None: it is no other Baton.
-
-    Args:
-        client: its connections.
-        engine: which is asked about.
-        key: says for which tenant.
-        challenge: what its proof is made for; None: no matter.
-        context: of the client's request; None: there is none.
-
-    Raises:
-        BatonError: it failed, refuses the key or cannot be reached, so that this is not known.
-    """
-    query = {"challenge": challenge or secrets.token_hex(16), "model": engine.model}
-    headers = headers_of(context, key)
-    answer, body = await _got(client, engine.remote, PEER, headers, ERROR_BYTES, query=query)
-    if answer.status in (*BUSY, *KEY_REFUSED) or answer.status >= 500:
-        raise refusal(engine.name, answer.status, answer.headers, body)
-    return _peer(body) if answer.status == 200 else None
-
-
 def _peer(body: bytes) -> Peer | None:
     try:
         found = json.loads(body)
@@ -263,9 +215,6 @@ def _peer(body: bytes) -> Peer | None:
     if isinstance(tenant, str) and isinstance(proof, str | None) and isinstance(hands_over, bool):
         return Peer(tenant, proof, hands_over)
     return None
-
-
-# Turn the answer of a server elsewhere into a reply: in one piece, or event by event.
 
 
 JSON = "application/json"
@@ -300,8 +249,6 @@ async def whole_reply(answer: Answer, most: int, names: Names, count: TokenCount
     Args:
         answer: the answer, which is closed.
         most: bytes that it may have.
-        names: of the model.
-        count: of the tokens.
 
     Raises:
         RemoteFailed: it is too long, no JSON object, or incomplete.
@@ -411,21 +358,21 @@ class RemoteEvents:
         await self._answer.close()
 
 
-# Send requests on to a server elsewhere: the `Forwarding` port.
-
-
 ANSWERED = (200, 201, 202)
+OUTCOMES: tuple[tuple[type[BaseException], str], ...] = (
+    (ClientError, "refused"),
+    (RemoteBusy, "busy"),
+    (RemoteUnreachable, "unreachable"),
+    (RemoteTimeout, "timeout"),
+    (asyncio.CancelledError, "cancelled"),
+)
+"""What errors of a request are counted as; others have `failed`."""
 
 
 class RemoteServer:
-    """The server of one engine.
+    """The server of one engine: the `Forwarding` port.
 
     Args:
-        engine: the engine's settings.
-        client: connections to the server.
-        keys: for the server.
-        breaker: where connections that fail are counted.
-        metrics: where requests are counted.
         doubt: called when the server should be looked at.
         tenants: whether several tenants' requests are sent on.
 
@@ -451,7 +398,8 @@ class RemoteServer:
         self._metrics = metrics
         self._doubt = doubt
         self._tenants = tenants
-        self._salts = Salts()
+        self._secret = secrets.token_bytes(32)
+        self._most = int(engine.remote.answer_bytes)
         self._names = Names(engine.model, engine.name)
         self._peer: Peer | None = None
         self._is_vllm = False
@@ -475,13 +423,15 @@ class RemoteServer:
             return
         self._unknown = True
         with contextlib.suppress(BatonError):  # it is asked again at the next look
-            self._peer = await ask_peer(self._client, self._engine, self._keys.of_looks)
+            self._peer = await self._ask_peer(self._keys.of_looks, secrets.token_hex(16), None)
             self._unknown = False
 
     def key_id(self, tenant: str) -> str:
-        return self._salts.of(
-            self._keys.of(tenant).value or ""
-        )  # made like a salt: it tells nothing of the key
+        return self._digest(self._keys.of(tenant).value or "")
+
+    def _digest(self, text: str) -> str:
+        """Hide a text behind one that is the same for each request, and another one for another server."""
+        return hmac.new(self._secret, text.encode(), hashlib.sha256).hexdigest()
 
     async def send(
         self, operation: Operation, body: Json, context: RequestContext, *, automatic: bool
@@ -489,48 +439,45 @@ class RemoteServer:
         key = self._keys.of(context.tenant)
         apart = self._apart(context, key)
         salted = apart and self._is_vllm and not self.is_gateway
-        salt = self._salts.of(context.tenant) if salted else None
+        salt = self._digest(context.tenant) if salted else None
         content = body_of(operation, body, self._engine.model, salt)
         off = operation in STREAMED and (apart or not automatic)
         headers = headers_of(context, key, automatic=not off)
-        streams = bool(body.get("stream")) and operation in STREAMED
-        over = self._begun()
-        try:
+        if not (body.get("stream") and operation in STREAMED):
+            return await self._whole(PATHS[operation], headers, content, context)
+        with self._counted() as over:
             answer = await self._asked(PATHS[operation], headers, content, context)
-            count = TokenCount(context)
-            if not streams:
-                reply = await whole_reply(answer, self._most, self._names, count)
-                over("answered")
-                return reply
             if answer.media_type != EVENTS:
                 await answer.close()
                 raise RemoteFailed("The server that answers for this model did not answer with a stream.")
-            reader = StreamReader(operation, self._names, count, asks_for_usage(operation, body))
+            hides_usage = asks_for_usage(operation, body)
+            reader = StreamReader(operation, self._names, TokenCount(context), hides_usage)
             return StreamReply(RemoteEvents(answer, reader, self._most, over), passed_on(answer.headers))
-        except BaseException as error:
-            over(_outcome(error))
-            raise
 
     async def create_handoff(self, body: Json, context: RequestContext) -> WholeReply:
-        key = self._keys.of(context.tenant)
+        headers = headers_of(context, self._keys.of(context.tenant))
         content = body_of(Operation.TOKENIZE, body, self._engine.model, None)
-        over = self._begun()
-        try:
-            answer = await self._asked(HANDOFFS, headers_of(context, key), content, context)
+        return await self._whole(HANDOFFS, headers, content, context)
+
+    async def _whole(
+        self, path: str, headers: dict[str, str], content: bytes, context: RequestContext
+    ) -> WholeReply:
+        with self._counted() as over:
+            answer = await self._asked(path, headers, content, context)
             reply = await whole_reply(answer, self._most, self._names, TokenCount(context))
             over("answered")
             return reply
-        except BaseException as error:
-            over(_outcome(error))
-            raise
 
     async def peer(self, challenge: str, context: RequestContext) -> Peer | None:
-        key = self._keys.of(context.tenant)
-        return await ask_peer(self._client, self._engine, key, challenge, context)
+        return await self._ask_peer(self._keys.of(context.tenant), challenge, context)
 
-    @property
-    def _most(self) -> int:
-        return int(self._engine.remote.answer_bytes)
+    async def _ask_peer(self, key: Key, challenge: str, context: RequestContext | None) -> Peer | None:
+        query = {"challenge": challenge, "model": self._engine.model}
+        headers = headers_of(context, key)
+        answer, body = await _got(self._client, self._engine.remote, PEER, headers, ERROR_BYTES, query=query)
+        if answer.status in (*BUSY, *KEY_REFUSED) or answer.status >= 500:
+            raise refusal(self._engine.name, answer.status, answer.headers, body)
+        return _peer(body) if answer.status == 200 else None
 
     def _apart(self, context: RequestContext, key: Key) -> bool:
         """Return whether other tenants' requests are sent with the same key, so that none may share KV."""
@@ -571,24 +518,17 @@ class RemoteServer:
             self._log.error("remote_request_failed", path=path, status=answer.status)
         raise refused
 
-    def _begun(self) -> Callable[[str], None]:
-        """Count a request as active; returns what is called once with its outcome."""
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[Over]:
+        """Count a request as active until its outcome is told, or it fails here."""
         self.active += 1
 
         def over(outcome: str) -> None:
             self.active -= 1
             self._metrics.count(outcome)
 
-        return over
-
-
-def _outcome(error: BaseException) -> str:
-    """Return the outcome that an error is counted as."""
-    kinds: tuple[tuple[type[BaseException], str], ...] = (
-        (ClientError, "refused"),
-        (RemoteBusy, "busy"),
-        (RemoteUnreachable, "unreachable"),
-        (RemoteTimeout, "timeout"),
-        (asyncio.CancelledError, "cancelled"),
-    )
-    return next((outcome for kind, outcome in kinds if isinstance(error, kind)), "failed")
+        try:
+            yield over
+        except BaseException as error:
+            over(next((outcome for kind, outcome in OUTCOMES if isinstance(error, kind)), "failed"))
+            raise

@@ -8,8 +8,8 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from baton.engines.kv_transfer import TransferChooser, TransferRequest
-from baton.engines.port import EngineState, Json, Operation, WholeReply
+from baton.engines.backend import EngineState, Json, Operation, WholeReply
+from baton.engines.transfers import TransferChooser, TransferRequest
 from baton.errors import ContextTooLong, EngineRestarting, ImagesMisplaced, InvalidRequest
 from baton.images.client_image import ClientImage
 from baton.images.image_position import ImagePosition
@@ -342,7 +342,7 @@ def _item_text(item: Any) -> str:
 
 
 def token_limit(operation: Operation, body: Json) -> int:
-    """Return how many tokens a request's answer has; 0 where the operation does not generate.
+    """Compute the number of tokens of a request's answer; 0 where the operation does not generate.
 
     Raises:
         InvalidRequest: the limit is no positive integer.
@@ -393,16 +393,10 @@ def with_images(prompt: list[int], images: Sequence[ClientImage]) -> tuple[list[
     return tokens, placed
 
 
-# Answer one request of a fake engine, in one piece or as a stream.
-
-
 class Answer:
     """One request that a fake engine works on.
 
     Args:
-        engine: the engine.
-        operation: the operation.
-        body: the request's body.
         context: receives the numbers of prompt and generated tokens.
         transfer: its report receives the token ids.
         chooser: chooses a transfer for the prompt.
@@ -422,37 +416,37 @@ class Answer:
         chooser: TransferChooser | None = None,
     ) -> None:
         self._engine = engine
-        self._operation = operation
-        self._body = body
+        self.operation = operation
+        self.body = body
         self._id = context.request_id
         self._context = context
         self._created = int(time.time())
-        self._words = prompt_words(operation, body, transfer)
+        self.words = prompt_words(operation, body, transfer)
         limit = token_limit(operation, body)
-        left = MAX_MODEL_LEN - len(self._words)
+        left = MAX_MODEL_LEN - len(self.words)
         if limit > left:
             if left < 1 or not context.cuts_max_tokens:
                 raise ContextTooLong(
                     f"This model's maximum context length is {MAX_MODEL_LEN} tokens.", param="max_tokens"
                 )
             context.answer_headers[CUT_HEADER], limit = str(left), left
-        said = [self._words[index % len(self._words)] for index in range(limit)]
+        said = [self.words[index % len(self.words)] for index in range(limit)]
         self._said = [word if index == 0 else f" {word}" for index, word in enumerate(said)]
         self._transfer = transfer
         if operation in (*STREAMS, *POOLING):
-            context.prompt_tokens += len(self._words)
+            context.prompt_tokens += len(self.words)
         self._chooser, self._chosen = chooser, self._choose(chooser)
         for each in self._transfers:
-            each.report.prompt_ids = [token_id(word) for word in self._words]
+            each.report.prompt_ids = [token_id(word) for word in self.words]
             each.report.images = [ImagePosition(one.digest, one.offset, one.length) for one in each.images]
             each.report.saves = False  # there is no KV
             if each.audited and self._said:
                 each.report.first_token = {token_id(self._said[0]): 0.0}  # it is sure of its answer
 
     def _choose(self, chooser: TransferChooser | None) -> TransferRequest | None:
-        if chooser is None or self._operation not in STREAMS:
+        if chooser is None or self.operation not in STREAMS:
             return None
-        chosen = chooser.choose([token_id(word) for word in self._words], loads=True, saves=True)
+        chosen = chooser.choose([token_id(word) for word in self.words], loads=True, saves=True)
         if chosen is not None:
             self._engine.transfers.append(chosen)
         return chosen
@@ -489,14 +483,14 @@ class Answer:
 
     async def whole(self) -> WholeReply:
         """Answer in one piece."""
-        shape = WHOLE[self._operation]
-        said = [token async for token in self._tokens()] if self._operation in STREAMS else []
+        shape = WHOLE[self.operation]
+        said = [token async for token in self._tokens()] if self.operation in STREAMS else []
         text = "".join(said)
         return WholeReply(json.dumps(shape(self, text) | self._transfer_fields()).encode())
 
     async def events(self) -> AsyncIterator[str]:
         """Answer as server-sent events."""
-        shape = CHUNK[self._operation]
+        shape = CHUNK[self.operation]
         failure = self._engine.behaviour.stream_error
         said = 0
         async for token in self._tokens():
@@ -511,8 +505,8 @@ class Answer:
             yield chat_chunk(self, delta)
         if last := ended(self, "".join(self._said)):
             yield last
-        options = self._body.get("stream_options") or {}
-        if self._operation in (Operation.COMPLETIONS, Operation.CHAT):
+        options = self.body.get("stream_options") or {}
+        if self.operation in (Operation.COMPLETIONS, Operation.CHAT):
             if transfer := self._transfer_fields():
                 yield event(self.head() | {"choices": []} | transfer)
             if options.get("include_usage"):
@@ -521,7 +515,7 @@ class Answer:
 
     def head(self) -> Json:
         """Return the fields that every answer and chunk begins with."""
-        prefix, kind = KINDS[self._operation]
+        prefix, kind = KINDS[self.operation]
         return {
             "id": f"{prefix}{self._id}",
             "object": kind,
@@ -530,8 +524,8 @@ class Answer:
         }
 
     def _transfer_fields(self) -> Json:
-        """Return what vLLM's connector adds to the answer of a request that loads or saves KV."""
-        if not self._transfer.moves_kv or self._operation not in (Operation.COMPLETIONS, Operation.CHAT):
+        """Write the field of vLLM's connector in the answer of a request that loads or saves KV."""
+        if not self._transfer.moves_kv or self.operation not in (Operation.COMPLETIONS, Operation.CHAT):
             return {}
         return {
             "kv_transfer_params": {"baton_kv": {"save": self._transfer.save, "load": self._transfer.load}}
@@ -540,24 +534,9 @@ class Answer:
     @property
     def parsed(self) -> Json | None:
         """The message that `FakeBehaviour.parsed` puts in place of a chat's answer, if any."""
-        return self._engine.behaviour.parsed if self._operation is Operation.CHAT else None
-
-    @property
-    def operation(self) -> Operation:
-        """The operation."""
-        return self._operation
+        return self._engine.behaviour.parsed if self.operation is Operation.CHAT else None
 
     def usage(self) -> Json:
         """Return the answer's `usage` in OpenAI's shape."""
-        prompt, said = len(self._words), len(self._said)
+        prompt, said = len(self.words), len(self._said)
         return {"prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said}
-
-    @property
-    def words(self) -> list[str]:
-        """The words of the prompt."""
-        return self._words
-
-    @property
-    def body(self) -> Json:
-        """The request's body."""
-        return self._body

@@ -1,4 +1,4 @@
-"""The `Engine` port without a model, for protocol tests and for trying a client out.
+"""The `LocalEngine` port without a model, for protocol tests and for trying a client out.
 
 It answers at once, and the same request always alike, in the shapes of the real engine. Its "tokens" are
 words, and its answer repeats the prompt's words in order.
@@ -12,25 +12,23 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 from prometheus_client import CollectorRegistry, Counter
 
-from baton.engines.fake.answers import MAX_MODEL_LEN, POOLING, STREAMS, Answer, message_text, with_images
-from baton.engines.kv_transfer import TransferChooser, TransferRequest
-from baton.engines.port import (
+from baton.engines.backend import (
     EngineState,
-    Forwarding,
     ImageInput,
     Json,
     Operation,
-    Plugin,
     Reply,
     Report,
     StreamReply,
     unsupported,
 )
-from baton.engines.speeds import Throughput
+from baton.engines.engine import Plugin
+from baton.engines.fake.answers import MAX_MODEL_LEN, POOLING, STREAMS, Answer, message_text, with_images
+from baton.engines.transfers import Throughput, TransferChooser, TransferRequest
 from baton.errors import BatonError, InvalidRequest, StartError
 from baton.images.client_image import ClientImage
 from baton.images.placed_image import PlacedImage
@@ -81,18 +79,17 @@ class FakeEngine:
     """An engine without a model.
 
     Attributes:
-        name: see `Engine.name`.
-        aliases: see `Engine.aliases`.
+        name: see `LocalEngine.name`.
+        aliases: see `LocalEngine.aliases`.
         pooling: whether it embeds instead of generating.
         supports_handoffs: whether handoffs are on; there is no KV, so they only carry tokens.
         plugin: the plugin that answers `/pooling`, if any.
-        forwarding: none, as the engine runs here.
-        moves_unsupported: see `Engine.moves_unsupported`.
-        translates: see `Engine.translates`.
-        rosetta_pairs: see `Engine.rosetta_pairs`.
-        special_tokens: see `Engine.special_tokens`.
+        moves_unsupported: see `LocalEngine.moves_unsupported`.
+        translates: see `LocalEngine.translates`.
+        rosetta_pairs: see `LocalEngine.rosetta_pairs`.
+        special_tokens: see `LocalEngine.special_tokens`.
         placeholder: token id of a latent step, which takes no time here.
-        weights: see `Engine.weights`.
+        weights: see `LocalEngine.weights`.
         images: how it takes images; by default it takes none.
         behaviour: faults and delays.
         bodies: bodies of all requests so far.
@@ -103,8 +100,8 @@ class FakeEngine:
         deaths: number of calls of `die`, after which earlier requests get no further tokens.
         kills: number of calls of `kill`.
         forgets: number of calls of `forget_prefixes`.
-        rounding_nats: see `Engine.rounding_nats`.
-        longest_step_s: see `Engine.longest_step_s`.
+        rounding_nats: see `LocalEngine.rounding_nats`.
+        longest_step_s: see `LocalEngine.longest_step_s`.
         slots: what a request waits for before the engine works on it.
     """
 
@@ -122,7 +119,6 @@ class FakeEngine:
     aliases: tuple[str, ...] = ()
     state: EngineState = EngineState.STARTING
     plugin: Plugin | None = None
-    forwarding: Forwarding | None = None
     throughput: Throughput = field(default_factory=Throughput)
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
     bodies: list[Json] = field(default_factory=list)
@@ -136,6 +132,8 @@ class FakeEngine:
     rounding_nats: float = 0.5
     longest_step_s: float = 0.0
     slots: contextlib.AbstractAsyncContextManager[None] = field(init=False)
+    context_tokens: ClassVar[int] = MAX_MODEL_LEN
+    forwarding: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         self._tokens = Counter(
@@ -149,7 +147,7 @@ class FakeEngine:
 
     @property
     def generates(self) -> bool:
-        """See `Engine.generates`."""
+        """See `LocalEngine.generates`."""
         return not self.pooling and self.plugin is None
 
     async def start(self, report: Report) -> None:
@@ -207,7 +205,7 @@ class FakeEngine:
                 "object": "model",
                 "created": int(time.time()),
                 "owned_by": "baton",
-                "max_model_len": MAX_MODEL_LEN,
+                "max_model_len": self.context_tokens,
             }
             for name in (self.name, *self.aliases)
         ]

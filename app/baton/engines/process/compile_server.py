@@ -197,7 +197,7 @@ class Compilers:
 
 
 def _tried(make: Callable[[], Made]) -> Made | None:
-    """Return what a compiler makes; None if it refuses. End the process if it runs out of memory."""
+    """Compile; None if the compiler refuses. End the process if it runs out of memory."""
     try:
         return make()
     except Exception as error:  # noqa: BLE001  # the compilers raise anything; vLLM reports the refusal
@@ -207,7 +207,7 @@ def _tried(make: Callable[[], Made]) -> Made | None:
 
 
 def _end_with(job: socket.socket) -> None:
-    """Let the kernel end this process by SIGIO when the other end of the socket closes."""
+    """Have the kernel end this process by SIGIO when the other end of the socket closes."""
     fcntl.fcntl(job, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(job, fcntl.F_SETFL, fcntl.fcntl(job, fcntl.F_GETFL) | os.O_ASYNC)
     poll = select.poll()

@@ -27,9 +27,6 @@ from baton.models.parsers import REASONING_PARSER, TOOL_PARSER, parsers_of, serv
 from baton.telemetry.memory import MemoryReader
 from baton_latent.contract import PLACEHOLDER_KEY, latent_overrides, thinks
 
-# Turn an engine's settings into vLLM's engine arguments, and into the namespace of its serving factories.
-
-
 try:
     from vllm.entrypoints.launchers.cli_args import BaseFrontendArgs, make_arg_parser
 except ImportError:  # vLLM 0.33
@@ -105,7 +102,6 @@ def engine_args(
     """Build vLLM's arguments for one engine.
 
     Args:
-        settings: the engine's table of the settings.
         model: path of its weights.
         transfer: vLLM's KV transfer config, where handoffs are on; `args` may override its keys.
         gpu_share: share of its GPUs' memory, see `gpu_shares`; None: vLLM's default. Not read on a CPU.
@@ -186,7 +182,7 @@ def _check_names(settings: EngineSettings) -> None:
 
 
 def why_not_honoured(key: str, value: object) -> str | None:
-    """Return why Baton cannot honour an engine argument; None: it can, or the value is vLLM's default."""
+    """Explain why Baton cannot honour an engine argument; None: it can, or the value is vLLM's default."""
     if key == "distributed_executor_backend":
         return RAY_EXECUTOR if "ray" in str(value).lower() else None
     return NOT_HONOURED.get(key) if value != getattr(AsyncEngineArgs, key, None) else None
@@ -272,12 +268,7 @@ def placeholder_of(args: AsyncEngineArgs) -> int:
 
 
 def rosetta_pairs(args: AsyncEngineArgs, name: str) -> frozenset[tuple[str, str]]:
-    """Return source and target of the pairs that AVP's settings name in the connector's.
-
-    Args:
-        args: an engine's arguments.
-        name: its name.
-    """
+    """Return source and target of the pairs that AVP's settings name in the connector's."""
     config = args.kv_transfer_config
     extra = config.kv_connector_extra_config if config is not None else {}
     source, target = extra.get("avp_source_model"), extra.get("avp_target_model")
@@ -324,7 +315,6 @@ def serving_namespace(settings: EngineSettings, model: str | None = None) -> Nam
     """Build the namespace that vLLM's serving factories read, with vLLM's own defaults.
 
     Args:
-        settings: the engine's table of the settings.
         model: path of its weights; None: the settings' `model` is one.
 
     Raises:
@@ -391,8 +381,6 @@ def settings_from_command_line(
 
     Args:
         arguments: the model and vLLM's flags, e.g. `["m", "--max-model-len", "4096"]`.
-        handoff: the engine's `handoff`.
-        latent: the engine's `latent`.
 
     Raises:
         SettingsError: no model is given, vLLM does not know a flag, or Baton does not offer it.

@@ -16,11 +16,11 @@ from baton.config.environment import cores
 from baton.config.gpu_memory import gpu_shares
 from baton.config.groups import CPU_KV_CACHE_BYTES, MIB, EngineSettings
 from baton.config.settings import Settings
+from baton.engines.engine import Engine
 from baton.engines.fleet import Fleet
 from baton.engines.hardware import read_processor
-from baton.engines.port import Engine
 from baton.engines.process.fork_server import ForkServer
-from baton.engines.vllm.arguments import processor_dtype, settings_from_command_line
+from baton.engines.vllm.arguments import processor_dtype
 from baton.engines.vllm.engine import VllmEngine
 from baton.engines.vllm.engine_thread import Starts, fork_cores, inspect_models_here
 from baton.engines.vllm_version import is_cpu_build
@@ -40,7 +40,6 @@ def build_fleet(
     """Build the engines of the settings, without starting them.
 
     Args:
-        settings: the settings.
         models: path of each engine's weights, by the engine's name.
         tenants: whether several tenants share the engines, so that each gets a prefix cache of its own.
         last_words: returns the cause that a dead engine process printed, if one can be found.
@@ -84,7 +83,7 @@ def build_fleet(
 
 
 def _starts_at_once(settings: Settings, models: Mapping[str, str]) -> int:
-    """Return how many engines may start at once: as many as memory holds twice, at most one a core."""
+    """Count the engines that may start at once: as many as memory holds twice, at most one a core."""
     available = MemoryReader().available()
     if available is None:
         return 1
@@ -137,10 +136,3 @@ def _tenant_salt() -> Callable[[str], str | None]:
         return hmac.new(secret, tenant.encode(), hashlib.sha256).hexdigest()
 
     return salt
-
-
-def engine_from_command_line(
-    arguments: list[str], *, handoff: bool = False, latent: bool = False
-) -> EngineSettings:
-    """Read one engine's settings from the arguments of `vllm serve`; see `settings_from_command_line`."""
-    return settings_from_command_line(arguments, handoff=handoff, latent=latent)

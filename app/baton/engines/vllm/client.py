@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import structlog
 import torch
 
-from baton.engines.kv_transfer import TransferChooser, TransferReport, TransferRequest
-from baton.engines.port import ImageInput
+from baton.engines.backend import ImageInput
+from baton.engines.transfers import TransferChooser, TransferReport, TransferRequest
 from baton.engines.vllm.errors import translate
 from baton.engines.vllm.images import Sent, hashes_of, image_positions, stray_placeholders
 from baton.errors import BatonError, ContextTooLong, GenerationFailed, InvalidRequest, Unprocessable
@@ -36,9 +36,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from baton.engines.vllm.images import ImagePrompts
-
-
-# Find the tokens of an answer that say what its client received.
 
 
 AT_ONCE = 64
@@ -133,8 +130,7 @@ def special_tokens(tokenizer: Any) -> frozenset[int]:
     return frozenset([*tokenizer.all_special_ids, *(token for token, each in added.items() if each.special)])
 
 
-# Say which log probabilities an engine can give for an audit, and how exact they are.
-
+# The log probabilities that an engine can give for an audit, and how exact they are.
 
 AUDITED_TOKENS = 5
 """Tokens whose log probabilities an audited request notes."""
@@ -145,7 +141,7 @@ up to 0.5 nats."""
 
 
 def audited_tokens(client: AsyncLLM) -> int:
-    """Return how many tokens' raw log probabilities an engine may be asked for, at most `AUDITED_TOKENS`.
+    """Count the tokens whose raw log probabilities an engine may be asked for, at most `AUDITED_TOKENS`.
 
     0: its log probabilities depend on each request's temperature and penalties, or it gives none.
     """
@@ -231,7 +227,6 @@ class Call:
         The first output shows whether the engine process has received the images that were `sent`.
 
         Args:
-            outputs: the engine's outputs for one prompt.
             sent: the images of the prompt.
             transfer: what the engine loads and saves beside this prompt; receives the report.
             text: reads the answer of a transfer that saves it.
@@ -268,7 +263,7 @@ class Call:
                 raise
 
     def transfer_of(self, prompt: Any, sampling_params: Any) -> TransferRequest | None:
-        """Return what the engine loads and saves beside a prompt, and put it into the sampling parameters."""
+        """Choose the KV to load and save beside a prompt, and put it into the sampling parameters."""
         transfer, tag = self.transfer, self.context.request_id
         if transfer is None and self.chooser is not None and (images := image_positions(prompt)) is not None:
             # The engine computes all of a prompt whose log probabilities are asked for.
@@ -336,6 +331,12 @@ class WatchedClient:
 
     def generate(self, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         call = CURRENT_CALL.get()
+        with _noting(call):
+            return self._generate(call, prompt, sampling_params, *args, **kwargs)
+
+    def _generate(
+        self, call: Call, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any
+    ) -> AsyncIterator[Any]:
         call.deltas = sampling_params.output_kind.name == "DELTA"
         call.constrained = sampling_params.structured_outputs is not None
         call.audited_tokens = self._audited_tokens
@@ -390,15 +391,14 @@ class WatchedClient:
             banned = set[int]().union(*(lasts.get(end, ()) for end in ends))
             banned |= stops if len(past) < params.min_tokens else set()
             if allowed <= banned and allowed.issuperset(past):
-                call.failure = InvalidRequest(
+                raise InvalidRequest(
                     "allowed_token_ids: 'bad_words', and 'min_tokens' of those that end an answer, can take "
                     "away every one of them: allow further tokens.",
                     param="allowed_token_ids",
                 )
-                raise call.failure
 
     def _answer_text(self, params: SamplingParams) -> AnswerText:
-        """Return what reads an answer; in gpt-oss's, special tokens separate thoughts from words."""
+        """Make the reader of an answer; in gpt-oss's, special tokens separate thoughts from words."""
         tokenizer, config = self._engine.renderer.tokenizer, self._engine.model_config.hf_config
         shown = not params.skip_special_tokens or config.model_type == "gpt_oss"
         return AnswerText(tokenizer, frozenset() if shown else special_tokens(tokenizer), params)
@@ -415,13 +415,24 @@ class WatchedClient:
 
     def encode(self, prompt: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         call = CURRENT_CALL.get()
-        _require_read_images(call, prompt)
-        _refuse_image_placeholders(call, prompt)
+        with _noting(call):
+            _require_read_images(call, prompt)
+            _refuse_image_placeholders(call, prompt)
         outputs = self._engine.encode(salted(prompt, call.salt), *args, **kwargs)
         return call.watch(outputs, self._sent(hashes_of(prompt)))
 
     def _sent(self, hashes: list[str]) -> Sent:
         return Sent(self._engine.renderer.mm_processor_cache, hashes) if hashes else Sent()
+
+
+@contextlib.contextmanager
+def _noting(call: Call) -> Iterator[None]:
+    """Note why a prompt is refused, which vLLM's handlers would turn into text of their own."""
+    try:
+        yield
+    except BatonError as error:
+        call.failure = error
+        raise
 
 
 def _after_trial(
@@ -473,8 +484,7 @@ def _require_prompt(call: Call, prompt: Any) -> None:
     given = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
     if wanted is not None and list(given or ()) != wanted:
         log.error("relay_prompt_not_used")
-        call.failure = GenerationFailed()
-        raise call.failure
+        raise GenerationFailed()
 
 
 def _note_cut(call: Call, asked: int, prompt: Any, longest: int) -> None:
@@ -487,12 +497,11 @@ def _note_cut(call: Call, asked: int, prompt: Any, longest: int) -> None:
     if given is None or asked <= (left := longest - len(given)):
         return
     if not call.context.cuts_max_tokens:
-        call.failure = ContextTooLong(
+        raise ContextTooLong(
             f"The prompt has {len(given)} tokens and leaves {left} of the model's {longest}; {asked} were "
             "asked for (setting limits.cut_max_tokens).",
             param="max_tokens",
         )
-        raise call.failure
     before = int(call.context.answer_headers.get(CUT_HEADER, left))
     call.context.answer_headers[CUT_HEADER] = str(min(before, left))  # of several prompts the longest's
 
@@ -508,12 +517,11 @@ def _refuse_latent_placeholders(call: Call, prompt: Any) -> None:
     given = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
     wanted = call.transfer.latent_steps if call.transfer is not None else 0
     if list(given or ()).count(call.placeholder) != wanted:
-        call.failure = InvalidRequest(
+        raise InvalidRequest(
             f"The prompt holds the token {call.placeholder}, which stands for a latent step of this model: "
             "leave it out, and ask for steps with 'handoff.save.latent_steps'.",
             param="prompt",
         )
-        raise call.failure
 
 
 def _require_read_images(call: Call, prompt: Any) -> None:
@@ -529,8 +537,7 @@ def _require_read_images(call: Call, prompt: Any) -> None:
         return
     if not set(names) <= known if call.images.named else len(names) > len(known):
         log.error("image_not_read", names=names)
-        call.failure = GenerationFailed()
-        raise call.failure
+        raise GenerationFailed()
 
 
 def _refuse_image_placeholders(call: Call, prompt: Any) -> None:
@@ -544,12 +551,11 @@ def _refuse_image_placeholders(call: Call, prompt: Any) -> None:
     """
     if stray_placeholders(prompt, call.images.tokens):
         texts = ", ".join(f"'{text}'" for text in call.images.texts)
-        call.failure = InvalidRequest(
+        raise InvalidRequest(
             "The prompt, or the context that it continues, holds a token that stands for an image of this "
             f"model (written {texts}) but belongs to none: leave it out; send images as parts of messages.",
             param="prompt",
         )
-        raise call.failure
 
 
 def _note(report: TransferReport, output: Any, *, deltas: bool) -> None:
@@ -569,7 +575,7 @@ def _note(report: TransferReport, output: Any, *, deltas: bool) -> None:
 
 
 def _correct(output: Any, report: TransferReport) -> None:
-    """Let an output tell clients no store key, and count no token as cached that was computed.
+    """Hide the store key from clients in an output, and count no token as cached that was computed.
 
     vLLM counts all tokens that the connector promised: also those whose KV was lost, or computed between
     moved ones.

@@ -1,4 +1,4 @@
-"""The `Engine` port on vLLM: start, stop and call one `AsyncLLM` and vLLM's serving handlers around it."""
+"""The `LocalEngine` port on vLLM: start, stop and call an `AsyncLLM` and vLLM's handlers around it."""
 
 from __future__ import annotations
 
@@ -10,28 +10,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import structlog
-from prometheus_client import CollectorRegistry
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
-from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from baton.admission.fair_threads import in_own_thread
 from baton.config.groups import EngineSettings
-from baton.engines.configured import ConfiguredEngine
-from baton.engines.kv_transfer import TransferChooser, TransferRequest
-from baton.engines.port import (
-    EngineState,
-    Forwarding,
-    ImageInput,
-    Json,
-    Operation,
-    Plugin,
-    Reply,
-    Report,
-    unsupported,
-)
-from baton.engines.speeds import TransferWatch
+from baton.engines.backend import EngineState, ImageInput, Json, Operation, Reply, Report, unsupported
+from baton.engines.engine import Plugin
+from baton.engines.scrub import scrub
+from baton.engines.transfers import Throughput, TransferChooser, TransferRequest, TransferWatch
 from baton.engines.vllm import arguments, handlers
 from baton.engines.vllm.arguments import MOVES_EXTENSION
 from baton.engines.vllm.client import (
@@ -43,7 +31,6 @@ from baton.engines.vllm.client import (
     special_tokens,
 )
 from baton.engines.vllm.engine_thread import EngineThread, Starts
-from baton.engines.vllm.errors import scrub
 from baton.engines.vllm.handlers import (
     ReplyTranslator,
     asked_tokens,
@@ -66,9 +53,6 @@ from baton.models.store import identity
 from baton.telemetry.ids import RequestContext
 from baton.telemetry.metrics import TransferMetrics
 
-# Let an engine's connector move KV, which needs the engine's model.
-
-
 NO_HANDOFFS = "it is configured without `handoff`, or with a `worker_extension_cls` of its own"
 
 
@@ -80,9 +64,6 @@ async def enable_moves(client: AsyncLLM) -> str | None:
         structlog.get_logger("baton.engine").error("moves_not_enabled", exc_info=error)
         return "its worker failed when it was asked; the log says more"
     return next((answer for answer in answers if answer is not None), None)
-
-
-# Measure how long ago an engine took its last step, and how long its longest step took.
 
 
 class Progress:
@@ -119,14 +100,12 @@ class Progress:
         return self._clock() - self._last
 
 
-# The requests that warm an engine up before its first client: one for each kind of operation.
-
-
 WARM_UPS: tuple[tuple[Operation, Json], ...] = (
     (Operation.COMPLETIONS, {"prompt": [0], "max_tokens": 2, "logprobs": 1}),
     (Operation.EMBEDDINGS, {"input": [0]}),
     (Operation.CLASSIFY, {"input": [0]}),
 )
+"""The requests that warm an engine up before its first client: one for each kind of operation."""
 PREFILL = 128
 """Tokens of one more request where handoffs are on, which measures how fast the engine prefills."""
 
@@ -156,7 +135,7 @@ class Running:
         serving: vLLM's serving handlers around it.
         image_prompts: puts placeholder tokens of images into prompts.
         plugin: the IO processor plugin that answers `/pooling`; None: vLLM does.
-        special_tokens: see `Engine.special_tokens`.
+        special_tokens: see `LocalEngine.special_tokens`.
     """
 
     client: AsyncLLM
@@ -166,17 +145,15 @@ class Running:
     special_tokens: frozenset[int]
 
 
-class VllmEngine(ConfiguredEngine):
+class VllmEngine:
     """An engine that vLLM runs.
 
     Args:
-        settings: the engine's table of the settings.
         model: path of its weights.
         salt: returns a tenant's prefix-cache salt; None where there is only one tenant.
         transfer: vLLM's KV transfer config; None: the engine is configured without `handoff`.
         gpu_share: share of its GPUs' memory; None: vLLM's default.
         last_words: returns the cause that a dead engine process printed, if one can be found.
-        starts: how its process starts.
     """
 
     def __init__(
@@ -190,14 +167,19 @@ class VllmEngine(ConfiguredEngine):
         gpu_share: float | None = None,
         last_words: Callable[[], str | None] = lambda: None,
     ) -> None:
-        super().__init__(settings)
+        self._settings = settings
+        self.name, self.aliases = settings.name, settings.aliases
+        self.generates, self.supports_handoffs = settings.runner == "generate", settings.handoff
+        self.translates = settings.translate
+        self.forwarding = None
+        self.throughput = Throughput()
         self._starts = starts
         self._forked = starts.server is not None and settings.forkable
         self._args = arguments.engine_args(
             settings, model, transfer, gpu_share=gpu_share, own_process=not self._forked
         )
-        self._placeholder = arguments.placeholder_of(self._args) if settings.latent else None
-        self._rosetta_pairs = arguments.rosetta_pairs(self._args, settings.name)
+        self.placeholder = arguments.placeholder_of(self._args) if settings.latent else None
+        self.rosetta_pairs = arguments.rosetta_pairs(self._args, settings.name)
         self._namespace = arguments.serving_namespace(settings, model)
         self._parsers = parsers_of(settings, model)
         self._salt = salt
@@ -209,19 +191,18 @@ class VllmEngine(ConfiguredEngine):
         self._thread: EngineThread | None = None
         self._running: Running | None = None
         self._opened = AsyncExitStack()  # what the stop closes, also after half a start
-        self._images = ImageInput()  # these and the cards stay as they were while the engine restarts
-        self._weights = identity(model)
-        self._transfers = TransferMetrics(self._series.registry, settings.name)
-        self._watch = TransferWatch(self._throughput, self._transfers)
+        self.registry = self._series.registry
+        self.weights = identity(model)
+        self._transfers = TransferMetrics(self.registry, settings.name)
+        self._watch = TransferWatch(self.throughput, self._transfers)
+        # These stay as they were while the engine restarts.
+        self.images = ImageInput()
+        self.context_tokens = 0
+        self.moves_unsupported: str | None = NO_HANDOFFS
         self._cards: list[Json] = []
-        self._moves_unsupported: str | None = NO_HANDOFFS
         self._log = structlog.get_logger("baton.engine").bind(engine=settings.name)
         self._translator = ReplyTranslator(self._log)
         self._log.info("parsers_chosen", **self._parsers.cards())
-
-    @property
-    def registry(self) -> CollectorRegistry:
-        return self._series.registry
 
     @property
     def state(self) -> EngineState:
@@ -230,36 +211,8 @@ class VllmEngine(ConfiguredEngine):
         return self._state
 
     @property
-    def moves_unsupported(self) -> str | None:
-        return self._moves_unsupported
-
-    @property
-    def translates(self) -> bool:
-        return self._settings.translate
-
-    @property
-    def rosetta_pairs(self) -> frozenset[tuple[str, str]]:
-        return self._rosetta_pairs
-
-    @property
     def special_tokens(self) -> frozenset[int]:
         return self._require_running().special_tokens
-
-    @property
-    def placeholder(self) -> int | None:
-        return self._placeholder
-
-    @property
-    def weights(self) -> str:
-        return self._weights
-
-    @property
-    def images(self) -> ImageInput:
-        return self._images
-
-    @property
-    def forwarding(self) -> Forwarding | None:
-        return None
 
     @property
     def plugin(self) -> Plugin | None:
@@ -320,9 +273,15 @@ class VllmEngine(ConfiguredEngine):
 
     async def _start(self, report: Report) -> None:
         report("starting the engine process and loading the weights")
-        self._thread = EngineThread(
-            self._args, self._stat_logger(), self.name, self._starts, forked=self._forked
+        listeners = StepListeners(
+            transferred=self._watch.transferred,
+            prefilled=self._watch.prefilled,
+            progressed=self._progress.made,
+            latent_computed=self._watch.latent_computed,
+            encoded=self._transfers.encoded,
         )
+        logger = self._series.stat_logger(listeners)
+        self._thread = EngineThread(self._args, logger, self.name, self._starts, forked=self._forked)
         self._opened.push_async_callback(self._thread.end)
         self._thread.start()
         self._running = await self._build(await asyncio.wrap_future(self._thread.built), report)
@@ -330,46 +289,31 @@ class VllmEngine(ConfiguredEngine):
         cards = await self._running.serving.cards()
         self._cards = [card | self._parsers.cards() for card in cards]
         if self._args.worker_extension_cls == MOVES_EXTENSION:
-            self._moves_unsupported = await enable_moves(self._running.client)
+            self.moves_unsupported = await enable_moves(self._running.client)
         report("warming up")
         await self._warm_up(self._running)
         self._progress.begin()
         self._state = EngineState.READY
-        if self._placeholder is not None:
+        if self.placeholder is not None:
             (architecture,) = self._args.hf_overrides["architectures"]
-            self._log.info("latent_steps_ready", architecture=architecture, placeholder=self._placeholder)
-
-    def _stat_logger(self) -> type[PrometheusStatLogger]:
-        return self._series.stat_logger(
-            StepListeners(
-                transferred=self._watch.transferred,
-                prefilled=self._watch.prefilled,
-                progressed=self._progress.made,
-                latent_computed=self._watch.latent_computed,
-                encoded=self._transfers.encoded,
-            )
-        )
+            self._log.info("latent_steps_ready", architecture=architecture, placeholder=self.placeholder)
 
     async def _build(self, client: AsyncLLM, report: Report) -> Running:
         """Build what requests need around an engine's client, which has no request yet."""
-        self._images = image_input(client)
+        self.images, self.context_tokens = image_input(client), client.model_config.max_model_len
         confirm_before_reuse(client)
         report("building the request handlers")
-        plugin = await self._make_plugin(client)
-        if plugin is not None:
+        plugin = None
+        if (name := chosen_plugin(client.vllm_config)) is not None:
+            classic = self._settings.classic_plugin
+            plugin = await in_own_thread(
+                make_plugin, name, client.vllm_config, client.renderer, classic=classic
+            )
             self._opened.push_async_callback(close_plugin, plugin)
         image_prompts = ImagePrompts(client, self.name)
         watched = WatchedClient(client, image_prompts, audited_tokens(client))
         serving = await handlers.Handlers.build(watched, self._namespace, plugin=plugin is not None)
         return Running(client, serving, image_prompts, plugin, special_tokens(client.renderer.tokenizer))
-
-    async def _make_plugin(self, client: AsyncLLM) -> Plugin | None:
-        name = chosen_plugin(client.vllm_config)
-        if name is None:
-            return None
-        return await in_own_thread(
-            make_plugin, name, client.vllm_config, client.renderer, classic=self._settings.classic_plugin
-        )
 
     async def _warm_up(self, running: Running) -> None:
         for operation, body in WARM_UPS:
@@ -377,7 +321,7 @@ class VllmEngine(ConfiguredEngine):
                 await self.call(operation, body | {"model": self.name}, RequestContext("warm-up"))
         if self.supports_handoffs:
             model = running.client.model_config
-            reserved = self._images.tokens | {self._placeholder}
+            reserved = self.images.tokens | {self.placeholder}
             prompt = prefill(model.max_model_len - 1, model.get_vocab_size(), reserved)
             body = {"model": self.name, "prompt": prompt, "max_tokens": 1}
             await self.call(Operation.COMPLETIONS, body, RequestContext("warm-up"))
@@ -422,12 +366,7 @@ class VllmEngine(ConfiguredEngine):
         self._forgotten += 1
 
     def _salt_of(self, tenant: str, apart: str | None = None) -> str | None:
-        """Return the prefix-cache salt of a tenant's requests; another one since prefixes were forgotten.
-
-        Args:
-            tenant: the tenant.
-            apart: `TransferRequest.salt`.
-        """
+        """Return the prefix-cache salt of a tenant's requests; another one since prefixes were forgotten."""
         salt = self._salt(tenant)
         salt = f"{salt or ''}.{self._forgotten}" if self._forgotten else salt
         return salt if apart is None else f"{salt or ''}/{apart}"
@@ -445,7 +384,7 @@ class VllmEngine(ConfiguredEngine):
         chooser: TransferChooser | None = None,
     ) -> Reply:
         running = self._require_running()
-        serving, longest = running.serving, running.client.model_config.max_model_len
+        serving = running.serving
         method = serving.method(operation)
         if method is None:
             raise unsupported(self.name, operation)
@@ -457,8 +396,8 @@ class VllmEngine(ConfiguredEngine):
             transfer=transfer,
             chooser=chooser if self.supports_handoffs else None,
             expect=self._watch.add,
-            placeholder=self._placeholder,
-            images=self._images,
+            placeholder=self.placeholder,
+            images=self.images,
             asked=asked_tokens(body) if operation.generates else None,
         )
         if transfer is not None:
@@ -467,7 +406,7 @@ class VllmEngine(ConfiguredEngine):
         try:
             body = with_whole_prompt(operation, for_responses(operation, body, context), transfer)
             if call.asked is not None and context.cuts_max_tokens:
-                body = within_context(body, longest)
+                body = within_context(body, self.context_tokens)
             request = serving.parse(operation, body)
             answer = await method(request, handlers.synthetic_request(context))
         except Exception as error:  # the border to vLLM's handlers, which raise anything at all

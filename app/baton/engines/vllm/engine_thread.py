@@ -89,13 +89,6 @@ class EngineThread(threading.Thread):
     The build blocks for some twenty seconds, so it must not run on the event loop; and the kernel ends an
     engine's processes when the thread that started them ends.
 
-    Args:
-        args: vLLM's engine arguments.
-        logger: the stat logger's class.
-        name: the engine's name.
-        starts: how it starts.
-        forked: whether its core is forked; else it is spawned.
-
     Attributes:
         built: the engine's client, once it is built, or the error that the build ended with.
     """

@@ -14,7 +14,6 @@ from typing import Any
 from pydantic import ValidationError
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
-from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.exceptions import (
     GenerationError,
     GracefulHTTPError,
@@ -120,7 +119,6 @@ def translate(error: BaseException, body: Any = None) -> BatonError:
     """Return the `BatonError` for an exception that vLLM raised; `InternalError` for an unknown one.
 
     Args:
-        error: the exception.
         body: the request's, in which an invalid field is looked for; None: it is not known.
     """
     if isinstance(error, BatonError):
@@ -186,7 +184,6 @@ def from_validation(error: ValidationError, body: Any = None) -> BatonError:
     """Build the error for a body that pydantic refuses: the invalid field, and how many more are.
 
     Args:
-        error: pydantic's.
         body: what was validated; None: it is not known.
     """
     if error.error_count() <= MOST_FAULTS:
@@ -195,6 +192,3 @@ def from_validation(error: ValidationError, body: Any = None) -> BatonError:
             return translate(first)
     found = invalid_field(error, body)
     return client_error(InvalidRequest, str(found), found.path or None)
-
-
-__all__ = ["client_error", "create_error_response", "from_response", "from_validation", "scrub", "translate"]

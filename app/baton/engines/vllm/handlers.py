@@ -8,7 +8,7 @@ import re
 from argparse import Namespace
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jiter import from_json
@@ -50,16 +50,14 @@ from vllm.renderers import merge_kwargs
 from vllm.tasks import POOLING_TASKS
 from vllm.utils.mistral import is_mistral_tokenizer
 
-from baton.engines.kv_transfer import TransferRequest
-from baton.engines.port import Json, Operation, Reply, StreamReply, WholeReply
-from baton.engines.vllm import handlers
+from baton.engines.backend import Json, Operation, Reply, StreamReply, WholeReply
+from baton.engines.transfers import TransferRequest
 from baton.engines.vllm.client import CURRENT_CALL, Call, WatchedClient
 from baton.engines.vllm.errors import UNFORESEEN, from_response, translate
 from baton.errors import BatonError, GenerationFailed, InvalidRequest
 from baton.telemetry.ids import RequestContext
 
-# Adapt bodies for vLLM's handlers: set the response id, insert the prompt's token ids, read past calls.
-
+# Bodies as the handlers need them.
 
 NO_PARSER = (
     "The model '{model}' has no parser for calls of tools: set `engines.serving.tool_call_parser` of its "
@@ -140,12 +138,12 @@ def readable_calls(body: Json) -> Json:
 
 def _past_calls(body: Json) -> Iterator[tuple[str, Json]]:
     """Yield what holds the arguments of each call in a conversation, with its path."""
-    for field in ("messages", "input"):
-        items = body.get(field)
+    for name in ("messages", "input"):
+        items = body.get(name)
         for number, item in enumerate(items if isinstance(items, list) else ()):
             if not isinstance(item, dict):
                 continue
-            place = f"{field}[{number}]"
+            place = f"{name}[{number}]"
             yield place, item
             calls = item.get("tool_calls")
             for at, call in enumerate(calls if isinstance(calls, list) else ()):
@@ -176,7 +174,6 @@ def require_honoured_tools(body: Json, *, reads_calls: bool) -> None:
     """Refuse tools of a request to `/v1/responses` that vLLM would drop without a word.
 
     Args:
-        body: of the request.
         reads_calls: whether calls of tools are found in what the model says.
 
     Raises:
@@ -203,7 +200,7 @@ def require_honoured_tools(body: Json, *, reads_calls: bool) -> None:
 
 
 def countable(body: Json) -> Json:
-    """Let the tools of a request be counted on an engine that cannot read their calls: none are made."""
+    """Forbid calls of tools in a body whose tokens an engine counts that cannot read such calls."""
     return body | {"tool_choice": {"type": "none"}} if body.get("tools") else body
 
 
@@ -214,13 +211,12 @@ def asked_tokens(body: Json) -> int | None:
 
 
 def within_context(body: Json, longest: int) -> Json:
-    """Let no answer be longer than the model's context, which vLLM refuses; it cuts to what is left of it."""
+    """Lower the longest answer to the model's context, above which vLLM refuses the body."""
     above = {field: longest for field in LENGTHS if type(body.get(field)) is int and body[field] > longest}
     return body | above
 
 
-# Build vLLM's own serving handlers for an engine, and choose the one that answers an operation.
-
+# The handlers of an engine, and the one that answers an operation.
 
 BEFORE_THE_ENGINE = ("response.created", "response.in_progress")
 """Events that vLLM sends before the engine has accepted the request."""
@@ -245,21 +241,15 @@ class Handler:
     request: Any
     response: type[Any]
     handler: tuple[str, str]
-    dump: dict[str, Any]
+    dump: dict[str, Any] = field(default_factory=dict)
 
 
 HANDLERS: dict[Operation, Handler] = {
     Operation.COMPLETIONS: Handler(
-        CompletionRequest,
-        CompletionResponse,
-        ("openai_serving_completion", "create_completion"),
-        {},
+        CompletionRequest, CompletionResponse, ("openai_serving_completion", "create_completion")
     ),
     Operation.CHAT: Handler(
-        ChatCompletionRequest,
-        ChatCompletionResponse,
-        ("openai_serving_chat", "create_chat_completion"),
-        {},
+        ChatCompletionRequest, ChatCompletionResponse, ("openai_serving_chat", "create_chat_completion")
     ),
     Operation.RESPONSES: Handler(
         ResponsesRequest,
@@ -279,28 +269,24 @@ HANDLERS: dict[Operation, Handler] = {
         ("anthropic_serving_messages", "count_tokens"),
         {"exclude_none": True},
     ),
-    Operation.EMBEDDINGS: Handler(EmbeddingRequest, EmbeddingResponse, ("serving_embedding", "__call__"), {}),
-    Operation.POOLING: Handler(PoolingRequest, PoolingResponse, ("serving_pooling", "__call__"), {}),
+    Operation.EMBEDDINGS: Handler(EmbeddingRequest, EmbeddingResponse, ("serving_embedding", "__call__")),
+    Operation.POOLING: Handler(PoolingRequest, PoolingResponse, ("serving_pooling", "__call__")),
     Operation.CLASSIFY: Handler(
-        ClassificationRequest, ClassificationResponse, ("serving_classification", "__call__"), {}
+        ClassificationRequest, ClassificationResponse, ("serving_classification", "__call__")
     ),
-    Operation.SCORE: Handler(ScoreRequest, ScoreResponse, ("serving_scores", "__call__"), {}),
-    Operation.RERANK: Handler(RerankRequest, RerankResponse, ("serving_scores", "__call__"), {}),
+    Operation.SCORE: Handler(ScoreRequest, ScoreResponse, ("serving_scores", "__call__")),
+    Operation.RERANK: Handler(RerankRequest, RerankResponse, ("serving_scores", "__call__")),
     Operation.TOKENIZE: Handler(
-        TokenizeRequest, TokenizeResponse, ("serving_tokenization", "create_tokenize"), {}
+        TokenizeRequest, TokenizeResponse, ("serving_tokenization", "create_tokenize")
     ),
     Operation.DETOKENIZE: Handler(
-        DetokenizeRequest, DetokenizeResponse, ("serving_tokenization", "create_detokenize"), {}
+        DetokenizeRequest, DetokenizeResponse, ("serving_tokenization", "create_detokenize")
     ),
 }
 
 
 class Handlers:
-    """The serving handlers of one engine.
-
-    Args:
-        state: the application state that vLLM's factory filled.
-    """
+    """The serving handlers of one engine."""
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -311,8 +297,6 @@ class Handlers:
         """Build the handlers with vLLM's own factory, as its API server does at its start.
 
         Args:
-            client: the engine.
-            namespace: vLLM's serving options.
             plugin: whether an IO processor plugin does this engine's pooling. vLLM's pooling handlers are
                 left out then: they would make a second instance of it.
         """
@@ -422,7 +406,6 @@ def mark_cut(response: Any, *items: Any) -> None:
     """Mark the last item of a response that was cut as incomplete: vLLM calls every item completed.
 
     Args:
-        response: the whole response.
         items: the same item, as it was streamed.
     """
     if response.status == "incomplete":
@@ -441,7 +424,7 @@ def _written(event: Any) -> str:
 
 
 def _with_any_arguments(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Let an answer of `/v1/messages` hold calls whose arguments are no object, as a streamed one does.
+    """Keep calls whose arguments are no object in an answer of `/v1/messages`, as a streamed one does.
 
     Args:
         convert: the method of vLLM's handler that makes such an answer from a chat's.
@@ -475,22 +458,14 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(name)
 
 
-__all__ = ["HANDLERS", "ErrorResponse", "Handler", "Handlers", "Response", "events", "synthetic_request"]
-
-
-# Turn what vLLM's serving handlers return, stream and raise into the port's replies and errors.
-
+# What the handlers return, stream and raise, as the port's replies and errors.
 
 CONTENT_HEADERS = ("metadata",)
 """Headers of vLLM's answers that describe their content: packed embeddings' ids, shapes and dtypes."""
 
 
 class ReplyTranslator:
-    """A translator of one engine's answers and errors.
-
-    Args:
-        log: the engine's log; errors that are not the client's fault are written there.
-    """
+    """A translator of one engine's answers and errors."""
 
     def __init__(self, log: FilteringBoundLogger) -> None:
         self._log = log
@@ -499,7 +474,6 @@ class ReplyTranslator:
         """Translate an exception of vLLM's, and log it where the client did not cause it.
 
         Args:
-            error: the exception.
             call: what vLLM worked on; None: it generates nothing.
             body: of the request; None: it is not known.
         """
@@ -522,11 +496,10 @@ class ReplyTranslator:
             if failure.status >= 500 and not failure.retryable:
                 self._log.error("engine_call_failed", cause=answer.error.message)
             raise failure
-        if isinstance(answer, handlers.HANDLERS[operation].response):
+        if isinstance(answer, HANDLERS[operation].response):
             if operation is Operation.RESPONSES:
-                handlers.mark_cut(answer)
-            body = answer.model_dump_json(**handlers.HANDLERS[operation].dump)
-            return WholeReply(body.encode())
+                mark_cut(answer)
+            return WholeReply(answer.model_dump_json(**HANDLERS[operation].dump).encode())
         if isinstance(answer, Response):
             return await _from_response(answer)
         return StreamReply(self._stream(operation, answer, call))
@@ -536,31 +509,23 @@ class ReplyTranslator:
         CURRENT_CALL.set(call)
         async with aclosing(generator):
             try:
-                async for event in handlers.events(operation, generator):
+                async for event in events(operation, generator):
                     if call.failure is not None:
                         raise call.failure
-                    if _is_error(event):
+                    if event.startswith(('data: {"error"', "event: error")):
                         self._log.error("engine_stream_failed", cause=event)
                         raise GenerationFailed()
                     yield event
                     CURRENT_CALL.set(call)  # the next event may be taken by another task
             except BatonError:
                 raise
-            except (
-                ValidationError,
-                RecursionError,
-                *UNFORESEEN,
-            ) as error:  # midway in an answer: not the client's fault
+            except (ValidationError, RecursionError, *UNFORESEEN) as error:  # midway: not the client's fault
                 self._log.error("engine_stream_failed", exc_info=error)
                 raise GenerationFailed() from error
             except Exception as error:  # the border to vLLM's generators, which raise anything at all
                 raise self.error(error) from error
         if call.failure is not None:
             raise call.failure
-
-
-def _is_error(event: str) -> bool:
-    return event.startswith(('data: {"error"', "event: error"))
 
 
 async def _from_response(response: Response) -> WholeReply:

@@ -15,7 +15,7 @@ from vllm.renderers.chat_utils import parse_chat_messages_async
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 
 from baton.admission.fair_threads import in_own_thread
-from baton.engines.port import ImageInput
+from baton.engines.backend import ImageInput
 from baton.errors import EngineUnavailable, HandoffIncompatible, ImagesMisplaced, InvalidRequest
 from baton.images.client_image import ClientImage
 from baton.images.image_position import ImagePosition
@@ -113,20 +113,13 @@ class Sent:
             raise EngineUnavailable("An image of this request did not reach the engine; try again.")
 
 
-# Read how a model takes images, and find placeholder tokens of a prompt that belong to no image.
-
-
 IMAGE = "image"
 TOKEN_NAMES = ("image_token_id", "image_token_index")
 """Keys of a model's configuration for the token that stands for an image."""
 
 
 def image_input(client: Any) -> ImageInput:
-    """Return how an engine's model takes images.
-
-    Args:
-        client: the engine's `AsyncLLM`.
-    """
+    """Read how an engine's model takes images."""
     config = client.model_config
     processor = client.renderer.mm_processor if config.is_multimodal_model else None
     if processor is None or client.renderer.tokenizer is None:
@@ -137,12 +130,9 @@ def image_input(client: Any) -> ImageInput:
     written = [client.renderer.tokenizer.decode([token]).strip() for token in tokens]
     written.append((_placeholder(config) or "").strip())
     texts = tuple(dict.fromkeys(text for text in written if text))
-    return ImageInput(limit, tokens, texts, named=_named(config.multimodal_config))
-
-
-def _named(config: Any) -> bool:
-    """Return whether vLLM's caches use our digest of an image; with processor settings they hash both."""
-    return not (config.mm_processor_kwargs or config.media_io_kwargs)
+    images = config.multimodal_config
+    named = not (images.mm_processor_kwargs or images.media_io_kwargs)  # else vLLM's caches hash these too
+    return ImageInput(limit, tokens, texts, named)
 
 
 def _placeholder(config: Any) -> str | None:
@@ -169,7 +159,7 @@ def stray_placeholders(prompt: Any, tokens: frozenset[int]) -> int:
 
 
 def image_positions(prompt: Any) -> list[ImagePosition] | None:
-    """Return where images stand in a rendered prompt, in order.
+    """Find the places of images in a rendered prompt, in order.
 
     None: it holds no token ids, or more than token ids and images.
     """
@@ -203,12 +193,7 @@ log = structlog.get_logger("baton.engine")
 
 
 class ImagePrompts:
-    """The prompts with images of one engine.
-
-    Args:
-        client: the engine.
-        name: the engine's name, for error messages.
-    """
+    """The prompts with images of one engine."""
 
     def __init__(self, client: AsyncLLM, name: str) -> None:
         self._client = client
@@ -217,7 +202,7 @@ class ImagePrompts:
     async def place(
         self, prompt: list[int], images: Sequence[ClientImage], *, begins: bool
     ) -> tuple[list[int], list[PlacedImage]]:
-        """Do `Engine.place`. Raises what vLLM raises: anything."""
+        """Do `LocalEngine.place`. Raises what vLLM raises: anything."""
         digests = await in_own_thread(lambda: [image.digest for image in images])
         parts = await in_own_thread(_parts, images, digests)
         rendered = await self._processed(prompt, parts, cached=False)
@@ -315,8 +300,6 @@ def _parts(
     """Return images as parts of a chat's message, which is how vLLM takes them. Too slow for the event loop.
 
     Args:
-        images: the images.
-        digests: their digests.
         wanted: for each image whether its data is needed, else only its digest is given. None: all are.
     """
     urls = [
@@ -352,8 +335,6 @@ def _target(prompt: list[int], tokens: list[int], ranges: Sequence[Any]) -> tupl
     """Find the tokens that each image's placeholders replaced.
 
     Args:
-        prompt: token ids before.
-        tokens: token ids after.
         ranges: where the images stand in `tokens`.
 
     Returns:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, aclosing, nullcontext
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -29,8 +29,9 @@ from vllm.utils.counter import Counter
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from baton.admission.fair_threads import in_own_thread
+from baton.engines.backend import Json
+from baton.engines.engine import Plugin
 from baton.engines.installed_plugins import InstalledPlugin, installed_plugins
-from baton.engines.port import Json, Plugin
 from baton.engines.vllm.client import salted
 from baton.engines.vllm.errors import from_validation
 from baton.errors import GenerationFailed, StartError
@@ -117,7 +118,6 @@ def make_plugin(name: str, vllm_config: Any, renderer: Any, *, classic: bool) ->
 
     Args:
         name: name of its entry point.
-        vllm_config: the engine's configuration.
         renderer: the engine's renderer; plugins written for older vLLM do not take it.
         classic: supply the import names of vLLM 0.11 to 0.15 while the plugin is imported.
 
@@ -216,10 +216,7 @@ async def encode_prompt(
     """Run one prompt of a plugin through the engine.
 
     Args:
-        client: the engine.
         parsed: the prompt, parsed by vLLM's `parse_model_prompt`.
-        params: from `plugin_params`.
-        context: our ids for the request.
         salt: the tenant's prefix-cache salt, if any.
         number: index of the prompt within its request.
         priority: lower is sooner.
@@ -231,26 +228,18 @@ async def encode_prompt(
         GenerationFailed: the engine reported an error, or ended without a result.
     """
     (rendered,) = await client.renderer.render_cmpl_async([parsed])
+    headers = None
+    if await client.is_tracing_enabled():
+        given = {"traceparent": context.traceparent, "tracestate": context.tracestate}
+        headers = {name: value for name, value in given.items() if value}
     outputs = client.encode(
         salted(rendered, salt),
         params,
         f"{context.request_id}-{number}",
         priority=priority,
-        trace_headers=await _trace_headers(client, context),
+        trace_headers=headers,
     )
-    return await _final(outputs)
-
-
-async def _trace_headers(client: AsyncLLM, context: RequestContext) -> dict[str, str] | None:
-    if not await client.is_tracing_enabled():
-        return None
-    given = {"traceparent": context.traceparent, "tracestate": context.tracestate}
-    return {name: value for name, value in given.items() if value}
-
-
-async def _final(outputs: AsyncGenerator[Any, None]) -> Any:
-    """Return the final output. When this is cancelled, the engine drops the request."""
-    async with aclosing(outputs):
+    async with aclosing(outputs):  # when this is cancelled, the engine drops the request
         async for output in outputs:
             if output.error is not None:
                 raise GenerationFailed()

@@ -9,7 +9,8 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
 
-from baton.engines.port import Engine, Forwarding, Json, Operation
+from baton.engines.backend import Elsewhere, Json, Operation
+from baton.engines.engine import LocalEngine
 from baton.http.answer import check, take_place, unless_gone
 from baton.http.elsewhere_body import prepare_forwarded
 from baton.http.request import Gateway, context_of, gateway_of, read_json, state_of
@@ -42,9 +43,9 @@ async def create_handoff(request: Request) -> Response:
     require_steps_behind_text(options)
     engine = gateway.fleet.pick(options.model)
     require_handoffs(engine)
-    if (forwarding := engine.forwarding) is not None:
+    if engine.forwarding is not None:
         state_of(request.scope).model = engine.name
-        return await unless_gone(request, _forward(request, engine, forwarding, options, body))
+        return await unless_gone(request, _forward(request, engine, options, body))
     require_latent(engine, options.latent_steps, gateway.settings.handoffs.latent_steps_max)
     state_of(request.scope).model = engine.name
     shape = Operation.CHAT if options.messages is not None else Operation.COMPLETIONS
@@ -52,14 +53,12 @@ async def create_handoff(request: Request) -> Response:
     return await unless_gone(request, _create(request, gateway, engine, options, body, images))
 
 
-async def _forward(
-    request: Request, engine: Engine, forwarding: Forwarding, options: NewHandoff, body: Json
-) -> Response:
+async def _forward(request: Request, engine: Elsewhere, options: NewHandoff, body: Json) -> Response:
     """Have the gateway elsewhere compute the context; the handoff is in the store of both."""
     shape = Operation.CHAT if options.messages is not None else Operation.COMPLETIONS
-    await prepare_forwarded(request, engine, forwarding, shape, body, saves=True)
+    await prepare_forwarded(request, engine, shape, body, saves=True)
     ticket = await take_place(request, engine)
-    reply = await forwarding.create_handoff(body, context_of(request))
+    reply = await engine.forwarding.create_handoff(body, context_of(request))
     ticket.leave_engine()
     headers = dict(reply.headers)
     if (made := headers.get(ID_HEADER.lower())) is not None:
@@ -70,7 +69,7 @@ async def _forward(
 async def _create(
     request: Request,
     gateway: Gateway,
-    engine: Engine,
+    engine: LocalEngine,
     options: NewHandoff,
     body: Json,
     images: Sequence[ClientImage],

@@ -1,6 +1,6 @@
 """Serve the operations that are forwarded to an engine, each a row of `FORWARDED`.
 
-To add one, write a member of `engines.port.Operation`, its handler in `engines/vllm/handlers.py`, a row here.
+To add one, write a member of `Operation`, its handler in `engines/vllm/handlers.py`, a row here.
 Unless `Operation.generates` says otherwise, schemas in its body are checked as those of a chat are.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from fastapi import APIRouter, Request, Response
 
-from baton.engines.port import Operation
+from baton.engines.backend import Operation
 from baton.http.answer import answer
 
 

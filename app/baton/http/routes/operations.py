@@ -180,7 +180,7 @@ async def list_plugins(request: Request) -> dict[str, Any]:
 
 def _list(request: Request) -> dict[str, Any]:
     users: dict[str, list[str]] = {}
-    for engine in gateway_of(request).fleet.engines:
+    for engine in gateway_of(request).fleet.here:
         if engine.plugin is not None:
             users.setdefault(engine.plugin.name, []).append(engine.name)
     rows = [plugin.row() for plugin in installed_plugins()]

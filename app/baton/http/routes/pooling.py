@@ -18,7 +18,8 @@ from starlette.responses import FileResponse
 from starlette.types import Receive, Scope, Send
 
 from baton.admission.fair_threads import in_own_thread
-from baton.engines.port import Engine, Json, Operation
+from baton.engines.backend import Json, Operation
+from baton.engines.engine import Engine
 from baton.errors import InvalidRequest, NotAcceptable, OperationUnsupported, PluginFailed
 from baton.http.answer import operate, strip, unless_gone
 from baton.http.follow_up import FIELD, FollowUp, ask_follow_up, refuse_old_name, take_follow_up

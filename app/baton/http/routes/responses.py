@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request, Response
 
 from baton.config.groups import LimitSettings
-from baton.engines.port import Json, Operation
+from baton.engines.backend import Json, Operation
 from baton.errors import InvalidRequest, ResponseNotFound
 from baton.http.answer import operate
 from baton.http.body.json import parse_object

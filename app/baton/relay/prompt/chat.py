@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from baton.admission.fair_threads import in_own_thread
-from baton.engines.port import Engine, Json, Operation
+from baton.engines.backend import Json, Operation
+from baton.engines.engine import LocalEngine
 from baton.errors import ImagesMisplaced, InvalidRequest, TemplateUnsupported
 from baton.images.client_image import ClientImage
 from baton.images.placed_image import PlacedImage
@@ -141,7 +142,7 @@ class Writer:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: LocalEngine,
         context: RequestContext,
         client_images: Sequence[ClientImage] = (),
         *,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from baton.engines.port import Json
+from baton.engines.backend import Json
 from baton.errors import InvalidRequest
 from baton.library.handoff import Conversation
 

@@ -6,7 +6,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from baton.engines.port import Engine, Json, Operation, WholeReply
+from baton.engines.backend import Json, Operation, WholeReply
+from baton.engines.engine import LocalEngine
 from baton.errors import GenerationFailed, InvalidRequest
 from baton.images.placed_image import PlacedImage
 from baton.telemetry.ids import RequestContext
@@ -70,7 +71,7 @@ class EngineText:
         context: the request.
     """
 
-    engine: Engine
+    engine: LocalEngine
     context: RequestContext
 
     async def render(self, messages: Sequence[Json], template: Json, answered: bool) -> str:
