@@ -67,7 +67,7 @@ async def back(machine: Machine) -> Handoff:
     """Save handoffs until one reaches the store: the breaker lets somebody try after a while, which is over now."""
     deadline = time.monotonic() + 20
     while True:
-        machine.storage.connection._resting_until = 0.0
+        machine.storage.connection.breaker.resting_until = 0.0
         record = await machine.leave()
         if record.on_disk:
             return record

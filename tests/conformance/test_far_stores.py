@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from support.archives import WEED, Archive, archive_server, archived_machine
+from support.leases import told, without_savers, writing
 from support.noise import picture
 from support.shared_stores import BINARIES, ENGINE, Machine, machine, must_run, store_server
 
@@ -21,6 +22,7 @@ from baton.errors import HandoffNotFound, HandoffPinsFull
 from baton.images.placed_image import PlacedImage
 from baton.library.archive import storage as archive_storage
 from baton.library.handoff import Handoff, HandoffState
+from baton.library.shared.records import SharedRecords
 
 PRESENT = {"seaweedfs": WEED, **BINARIES}
 KINDS = {"valkey": ["valkey"], "redis": ["redis"], "s3": ["seaweedfs"], "valkey+s3": ["valkey", "seaweedfs"]}
@@ -70,6 +72,23 @@ async def gone(machine: Machine, record: Handoff) -> bool:
     except HandoffNotFound:
         return True
     return False
+
+
+async def test_every_field_of_a_lease_reaches_other_machines(make: Make) -> None:
+    """An archive alone knows nothing of the KV of the machine that changed it."""
+    one, two = make("one"), make("two")
+    left = await one.leave(pin=True)
+    found = await two.handoffs.get(left.id, "local")
+    assert (found.pin, found.bytes) == (True, left.bytes)
+    shared = isinstance(one.storage.records, SharedRecords)
+    values = told() if shared else without_savers(told())
+    record = await one.handoffs.get(left.id, "local")
+    await asyncio.to_thread(one.storage.change, record, writing(values))
+    await one.quiet()
+    again = await two.handoffs.get(left.id, "local")
+    ends = values.pop("expires_at")
+    assert again.expires_at == pytest.approx(ends, abs=0.01)
+    assert {name: getattr(again, name) for name in values} == values
 
 
 async def test_kv_goes_to_another_machine_bit_for_bit(make: Make) -> None:

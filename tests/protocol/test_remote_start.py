@@ -19,9 +19,9 @@ from support.gateways import free_port, run_fake
 from support.remote_gateways import OtherServer, complete, completion, other_server, remote, run_near
 from support.wire import metric, wait_for
 
+from baton.admission.breaker import Breaker
 from baton.config.settings import load_settings
 from baton.doctor.machine import examine_servers
-from baton.engines.elsewhere.breaker import Breaker
 from baton.engines.elsewhere.engine import RemoteEngine
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
 from baton.engines.port import EngineState

@@ -46,7 +46,7 @@ async def test_an_archive_that_hangs_is_left_alone_after_three_deadlines_and_the
         with pytest.raises(HandoffStoreUnavailable):
             await two.handoffs.change(found, {"label": "lost?"})
     for machine in (one, two):
-        machine.storage.archive.bucket._resting_until = 0.0
+        machine.storage.archive.bucket.breaker.resting_until = 0.0
     with pytest.raises(HandoffNotFound):
         await one.handoffs.get("y" * 32, "local")
     await two.handoffs.bring(found, ENGINE)
@@ -65,7 +65,7 @@ async def test_what_could_not_be_archived_is_when_the_archive_is_back(
         assert one.handoffs.is_here(record)
     assert archive.names("records") == []
     assert one.storage.archiver.is_waiting(record.id)
-    one.storage.archive.bucket._resting_until = 0.0
+    one.storage.archive.bucket.breaker.resting_until = 0.0
     one.storage.archiver._later[record.id] = 0.0
     deadline = time.monotonic() + 20
     while one.storage.archiver.is_waiting(record.id):

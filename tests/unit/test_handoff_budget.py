@@ -20,7 +20,7 @@ from baton.engines.port import ImageInput
 from baton.errors import HandoffNotFound, HandoffPinsFull
 from baton.images.client_image import ClientImage
 from baton.images.placed_image import PlacedImage
-from baton.library.handoff import MAX_CONVERSATION_BYTES, Handoff, HandoffState
+from baton.library.handoff import MAX_CONVERSATION_BYTES, Context, Handoff, HandoffState
 from baton.library.here.images import ImageStore
 from baton.library.here.records import RecordFolder
 from baton.library.library import Library
@@ -54,8 +54,9 @@ async def left(
 ) -> Handoff:
     record = handoffs.begin(ENGINE, tenant, **more)
     body = {"messages": [{"role": "user", "content": text}]}
-    record.conversation = conversation_of(body, AFTER_THE_PROMPT)
-    handoffs.end(record, TransferRequest(report=TransferReport(saves=False), images=images or []), [1, 2, 3])
+    context = Context(conversation_of(body, AFTER_THE_PROMPT))
+    transfer = TransferRequest(report=TransferReport(saves=False), images=images or [])
+    handoffs.end(record, transfer, [1, 2, 3], context)
     await asyncio.gather(*handoffs.background.running)
     assert record.state is HandoffState.READY
     return record
@@ -128,7 +129,7 @@ async def test_two_gateways_keep_one_budget_and_each_evicts_the_largest_tenant_s
     for each in gateways:
         assert [await there(each, record) for record in (*quiet, quiet_pin)] == [True] * 4
     page, _ = await gateways[0].page("loud", limit=100, after=None)
-    pinned = sum(record.usage.non_kv_bytes for record in page if record.pin)
+    pinned = sum(record.footprint.non_kv_bytes for record in page if record.pin)
     assert 0 < pinned <= 2 * MIB, "a quarter of the budget: half, for two tenants"
 
 
@@ -187,9 +188,9 @@ async def test_a_handoff_s_weight_is_what_it_takes_in_memory(shape: str, tmp_pat
     handoffs = gateway(tmp_path)
     record = handoffs.begin(ENGINE, "local")
     before = tracemalloc.get_traced_memory()[0]
-    record.conversation = conversation_of(json.loads(written), None)
+    context = Context(conversation_of(json.loads(written), None))
     taken = tracemalloc.get_traced_memory()[0] - before
-    handoffs.end(record, TransferRequest(report=TransferReport(saves=False)), array("i", range(50)))
+    handoffs.end(record, TransferRequest(report=TransferReport(saves=False)), array("i", range(50)), context)
     await asyncio.gather(*handoffs.background.running)
     again = (await gateway(tmp_path).get(record.id, "local")).weight
     print(f"\nB13 {shape}: {taken} bytes in memory, weight {record.weight}, {again} after a restart")

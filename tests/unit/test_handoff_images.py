@@ -20,7 +20,7 @@ from baton.engines.port import ImageInput
 from baton.errors import HandoffImagesLost, HandoffIncompatible
 from baton.images.client_image import ClientImage
 from baton.images.placed_image import PlacedImage
-from baton.library.handoff import Handoff, HandoffState
+from baton.library.handoff import Context, Handoff, HandoffState
 from baton.library.here.images import ImageStore
 from baton.library.here.records import RecordFolder
 from baton.library.library import Library
@@ -161,7 +161,7 @@ async def test_images_of_nobody_are_swept_and_those_of_a_chain_just_begun_are_no
         if path != young:
             os.utime(path, (past, past))
     begun = handoffs.begin(ENGINE, "local", parents=[first.id])
-    begun.add_images(placed(picture(1)))
+    begun.fill([], Context(), placed(picture(1)))
     assert ImageStore(folder).save(begun)
     async with handoffs.running():
         await becomes(lambda: not orphan.exists() and not torn.exists())

@@ -12,10 +12,10 @@ from support.shared_stores import BINARIES, ENGINE, machine, servers, store_serv
 from support.store_clusters import store_cluster, store_with_sentinel, tls_context
 from support.tcp_proxy import tcp_proxy
 
+from baton.admission import breaker
 from baton.errors import HandoffStoreUnavailable, SettingsError
 from baton.library.handoff import Handoff
 from baton.library.library import Library
-from baton.library.shared import connection
 from baton.library.shared.connection import SharedAddress, open_client
 
 
@@ -54,7 +54,7 @@ async def test_handoffs_go_through_a_cluster_and_leave_nothing_in_it(name: str, 
 async def test_a_node_of_a_cluster_that_hangs_is_a_store_that_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "REST_S", 0.2)
+    monkeypatch.setattr(breaker, "REST_S", 0.2)
     if BINARIES["valkey"] is None:
         pytest.skip("no valkey-server is installed")
     with store_cluster("valkey", tmp_path) as nodes:
@@ -79,7 +79,7 @@ async def test_a_node_of_a_cluster_that_hangs_is_a_store_that_hangs(
 async def test_the_replica_goes_on_when_sentinel_has_replaced_the_primary(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "REST_S", 0.2)
+    monkeypatch.setattr(breaker, "REST_S", 0.2)
     with store_with_sentinel(name, tmp_path) as (url, (primary, replica)):
         one, two = machine(tmp_path / "one", url), machine(tmp_path / "two", url)
         record = await one.leave(blocks=600)

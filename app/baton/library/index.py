@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
-from baton.library.handoff import Handoff, HandoffState, Usage
+from baton.library.handoff import Footprint, Handoff, HandoffState
 from baton.library.prefixes import BLOCK, PrefixIndex, shared_tokens
 
 FORGOTTEN_IDS = 10_000
@@ -213,13 +213,15 @@ class HandoffIndex:
         """Return a tenant's records in the order in which they are evicted: automatic ones go first."""
         return sorted(self._tenants.get(tenant, {}).values(), key=_eviction_order)
 
-    def unsaved_usage(self, but: Handoff) -> list[Usage]:
+    def unsaved_footprints(self, but: Handoff) -> list[Footprint]:
         """Return the usage of the records that are in memory only, which other gateways do not see.
 
         Args:
             but: a record that is left out.
         """
-        return [record.usage for record in self._records.values() if not record.on_disk and record is not but]
+        return [
+            record.footprint for record in self._records.values() if not record.on_disk and record is not but
+        ]
 
     def next_evictable(self, newest: Handoff | None) -> Handoff | None:
         """Return the handoff on disk to evict first, of the tenant whose records and images take most.

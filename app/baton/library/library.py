@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from itertools import islice
 from typing import Any
 
@@ -16,7 +16,7 @@ from baton.engines.port import Engine
 from baton.errors import HandoffNotFound
 from baton.images.placed_image import PlacedImage
 from baton.library.fetches import Fetches
-from baton.library.handoff import Handoff, HandoffAudit, HandoffState, new_id
+from baton.library.handoff import Context, Handoff, HandoffAudit, HandoffState, new_id
 from baton.library.index import HandoffIndex
 from baton.library.prefixes import PrefixMatch
 from baton.library.saving import Announcements, ChangeRules, RecordBudget, Saves
@@ -28,6 +28,7 @@ from baton.telemetry.metrics import HandoffMetrics
 
 FAILED_FOR_S = 60.0
 """A handoff whose request failed is listed this long; it cannot be continued."""
+NOTHING_MORE = Context()
 CLOSE_WITHIN_S = 3.0
 SAVES_END_WITHIN_S = 30.0
 
@@ -173,7 +174,8 @@ class Library:
         self,
         record: Handoff,
         transfer: TransferRequest | None,
-        tokens: Iterable[int] = (),
+        tokens: Sequence[int] = (),
+        context: Context = NOTHING_MORE,
         reason: str | None = None,
     ) -> None:
         """Save a pending handoff, whose request has ended. Only the first call for a record counts.
@@ -182,19 +184,19 @@ class Library:
             record: the handoff.
             transfer: the request to the engine, with its report; None: the request failed.
             tokens: every token id of the context.
+            context: what else is known of it.
             reason: why the request failed, for its client.
         """
         if not self._saves.is_pending(record) or record.tokens:
             return
-        record.tokens.extend(tokens)
-        if transfer is None or not record.tokens:
+        if transfer is None or not tokens:
             record.error = reason
             self._index.expire_in(record, min(FAILED_FOR_S, record.ttl_s))
             self._saves.fail(record)
             if self._storage.shared:
                 self.begin_work(self._deletions.retract(record))
             return
-        record.add_images(transfer.images)
+        record.fill(tokens, context, transfer.images)
         finish = self._saves.finish_automatic if record.automatic else self._saves.finish
         saving = self.begin_work(finish(record, transfer))
         self._saving.add(saving)
@@ -285,7 +287,7 @@ class Library:
 
     async def _change(self, record: Handoff, changes: dict[str, Any]) -> None:
         async with record.guard:
-            unsaved = self._index.unsaved_usage(record) if changes.get("pin") else []
+            unsaved = self._index.unsaved_footprints(record) if changes.get("pin") else []
             edit = self._rules.apply(changes, self._wall(), unsaved)
             before = record.expires_at
             now = await self._threads.storage.run(record.tenant, self._storage.change, record, edit)

@@ -17,8 +17,8 @@ from baton.admission.fair_threads import OURS
 from baton.config.groups import HandoffSettings
 from baton.engines.kv_transfer import TransferRequest
 from baton.errors import GatewayOverloaded, HandoffPinsFull
-from baton.library.handoff import Handoff, HandoffState, Usage, scope_of
-from baton.library.here.records import Edit, OtherUsage, RecordDeleted
+from baton.library.handoff import Footprint, Handoff, HandoffState, scope_of
+from baton.library.here.records import Edit, Others, RecordDeleted
 from baton.library.index import HandoffIndex
 from baton.library.sync import IndexSync
 from baton.library.threads import WRITES, HandoffThreads, Result
@@ -123,7 +123,7 @@ class ChangeRules:
     pin: Callable[[Handoff, bool], bool]
     pinned_kv: Callable[[Handoff], dict[str, int]]
 
-    def apply(self, changes: dict[str, Any], now: float, unsaved: Iterable[Usage], /) -> Edit:
+    def apply(self, changes: dict[str, Any], now: float, unsaved: Iterable[Footprint], /) -> Edit:
         """Return an edit that sets `label`, `ttl_s` (from now) or `pin`, as a client asked.
 
         Args:
@@ -135,7 +135,7 @@ class ChangeRules:
             HandoffPinsFull: by the edit, when `pin` would take more than may be pinned.
         """
 
-        def edit(record: Handoff, others: OtherUsage) -> None:
+        def edit(record: Handoff, others: Others) -> None:
             if "pin" in changes:
                 self._set_pin(record, bool(changes["pin"]), [*unsaved, *others()])
             if "label" in changes:
@@ -145,7 +145,7 @@ class ChangeRules:
 
         return edit
 
-    def settle(self, size: int, unsaved: Iterable[Usage], /) -> Edit:
+    def settle(self, size: int, unsaved: Iterable[Footprint], /) -> Edit:
         """Return an edit for the end of the saving request: it notes the KV's size and sets a requested pin.
 
         Args:
@@ -153,7 +153,7 @@ class ChangeRules:
             unsaved: as for `apply`.
         """
 
-        def edit(record: Handoff, others: OtherUsage) -> None:
+        def edit(record: Handoff, others: Others) -> None:
             record.bytes = size
             if record.pin:
                 try:
@@ -163,16 +163,16 @@ class ChangeRules:
 
         return edit
 
-    def _set_pin(self, record: Handoff, pin: bool, others: list[Usage]) -> None:
+    def _set_pin(self, record: Handoff, pin: bool, others: list[Footprint]) -> None:
         if pin and not self._fits(record, others):
             raise HandoffPinsFull()
         record.pin = pin
         if record.bytes or not pin:  # KV that is not saved yet is pinned when it is
             record.pin = self.pin(record, pin)
 
-    def _fits(self, record: Handoff, others: list[Usage]) -> bool:
+    def _fits(self, record: Handoff, others: list[Footprint]) -> bool:
         """Return whether a pin fits what may be pinned in all, and its tenant's share of that."""
-        budget, mine = PINNED_SHARE * self.settings.whole_budget, record.usage
+        budget, mine = PINNED_SHARE * self.settings.whole_budget, record.footprint
         non_kv = mine.non_kv_bytes + sum(other.non_kv_bytes for other in others if other.pin)
         if non_kv > PINNED_NON_KV_SHARE * self.settings.whole_budget:
             return False
@@ -389,7 +389,9 @@ class Saves:
         """Write a record to disk, unless its images could not be: no other process could use it."""
         async with record.guard:
             record.state = HandoffState.READY
-            edit = self._rules.settle(record.bytes, self._index.unsaved_usage(record) if record.pin else ())
+            edit = self._rules.settle(
+                record.bytes, self._index.unsaved_footprints(record) if record.pin else ()
+            )
             if record.on_disk or record.image_data or record not in self._index:
                 self._sync.update(record, await self._run(record, self._storage.change, record, edit))
                 return

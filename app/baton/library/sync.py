@@ -5,24 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from baton.library.handoff import Handoff, HandoffState
+from baton.library.handoff import SAVERS, Handoff, HandoffState
 from baton.library.index import HandoffIndex
 from baton.library.threads import LOOKS, HandoffThreads
 from baton.library.tiers import HandoffStorage
-
-CHANGEABLE = (
-    "label",
-    "pin",
-    "bytes",
-    "ttl_s",
-    "expires_at",
-    "revision",
-    "stamp",
-    "disk_bytes",
-    "audit",
-    "archived",
-)
-"""Fields of a record that may change after it was saved."""
 
 
 class IndexSync:
@@ -72,10 +58,12 @@ class IndexSync:
             if now.state is not HandoffState.PENDING:  # another gateway has saved it
                 self._index.drop(known)
                 self.adopt(now)
+        elif now.state is HandoffState.PENDING:
+            self._update_unwritten(known, now)
         elif now is not known and now.revision > known.revision:
             renewed = now.expires_at != known.expires_at
-            for name in CHANGEABLE:
-                setattr(known, name, getattr(now, name))
+            known.take(now)
+            known.stamp, known.disk_bytes = now.stamp, now.disk_bytes
             self._index.count_bytes(known)
             self._index.publish(known)
             if renewed:
@@ -111,7 +99,7 @@ class IndexSync:
         if now is None:
             self._index.forget(known)
         elif now is not known and now.revision > known.revision:
-            known.label, known.ttl_s, known.expires_at = now.label, now.ttl_s, now.expires_at
+            known.take(now, but={*SAVERS, "revision", "pin"})  # with those it is written over this one
             self._index.expire_in(known, self.seconds_left(known))
 
     async def _gone(self, known: Handoff) -> None:

@@ -15,7 +15,7 @@ import structlog
 from baton.admission.fair_threads import OURS
 from baton.errors import HandoffStoreUnavailable
 from baton.library.handoff import Handoff, HandoffAudit
-from baton.library.here.records import OtherUsage
+from baton.library.here.records import Others
 from baton.library.index import HandoffIndex
 from baton.library.saving import RecordBudget
 from baton.library.sync import IndexSync
@@ -125,7 +125,7 @@ class Distrust:
             HandoffStoreUnavailable: the shared store failed.
         """
 
-        def edit(changed: Handoff, _others: OtherUsage) -> None:
+        def edit(changed: Handoff, _others: Others) -> None:
             changed.bytes = 0
 
         async with record.guard:
@@ -141,7 +141,7 @@ class Distrust:
         if record.automatic or record not in self.index:
             return
 
-        def edit(changed: Handoff, _others: OtherUsage) -> None:
+        def edit(changed: Handoff, _others: Others) -> None:
             changed.audit = audit
             changed.bytes = 0 if wrong else changed.bytes
 

@@ -20,7 +20,7 @@ from baton.config.groups import AutomaticMode, HandoffSettings
 from baton.engines.kv_transfer import TransferReport, TransferRequest
 from baton.engines.port import Engine, Json, Operation
 from baton.images.image_position import ImagePosition, with_distinct_images
-from baton.library.handoff import Handoff, key_of, new_id
+from baton.library.handoff import Context, Handoff, key_of, new_id
 from baton.library.library import Library
 from baton.library.prefixes import PrefixMatch
 from baton.relay.asked import OPERATIONS
@@ -307,8 +307,7 @@ class AutomaticHandoffs:
     ) -> None:
         """Register a context that the engine saves as a handoff."""
         record = self.handoffs.begin(engine, tenant, ttl_s=ttl_s, automatic=handoff_id)
-        record.positions = list(images)
-        self.handoffs.end(record, transfer, tokens)
+        self.handoffs.end(record, transfer, tokens, Context(positions=images))
         self.rule.saved(tenant)
         self.metrics.automatic_saves.inc()
 

@@ -412,8 +412,7 @@ class Plans:
 
     def _register(self, engine: Engine, context: RequestContext, wanted: Ask) -> Handoff | None:
         if (target := wanted.target) is not None:
-            target.parents = wanted.parents  # in the order in which they were joined
-            target.parent = target.parents[0]
+            target.set_parents(wanted.parents)  # in the order in which they were joined
         if wanted.save is None or target is not None:
             return target
         return self.handoffs.begin(

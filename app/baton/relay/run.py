@@ -10,7 +10,7 @@ from typing import Any
 
 from baton.engines.kv_transfer import TransferReport, TransferRequest
 from baton.engines.port import Engine, Json, Operation, Reply, StreamReply, WholeReply
-from baton.library.handoff import Conversation, Handoff
+from baton.library.handoff import Context, Conversation, Handoff
 from baton.library.library import Library
 from baton.library.prefixes import shared_tokens
 from baton.relay.asked import WRITTEN_BY_THE_ENGINE
@@ -266,12 +266,14 @@ class PlannedRequest:
                 self.handoffs.end(target, None)
                 return target.public()
             tokens = tokens + report.answer_ids
-        target.conversation = self._conversation(answer)
-        target.exact = self.transfer.salt is None  # as the connector marks its entry
-        target.positions = [] if transfer.images else [*report.images]  # without their pixels
-        if transfer.latent_steps:
-            target.latent_steps, target.placeholder = transfer.latent_steps, self.engine.placeholder
-        self.handoffs.end(target, transfer, tokens)
+        context = Context(
+            self._conversation(answer),
+            exact=transfer.salt is None,  # as the connector marks its entry
+            positions=() if transfer.images else report.images,  # without their pixels
+            latent_steps=transfer.latent_steps,
+            placeholder=self.engine.placeholder if transfer.latent_steps else None,
+        )
+        self.handoffs.end(target, transfer, tokens, context)
         await self.handoffs.settled(target, SETTLE_WITHIN_S)
         self.metrics.created.inc()
         return target.public()

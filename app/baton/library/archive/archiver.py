@@ -18,7 +18,7 @@ from baton.library.archive.copies import TRIES, Archive, Outcome
 from baton.library.archive.documents import DUE, Due, OtherVersion, Tampered, end_of, record_name
 from baton.library.archive.records import DELETED_FOR_S
 from baton.library.handoff import Handoff, HandoffState
-from baton.library.here.records import OtherUsage
+from baton.library.here.records import Others
 from baton.library.tiers import HandoffStorage
 from baton_kv.stores.base import StoreError
 
@@ -259,7 +259,7 @@ class Archiver:
         From then on it is changed in the archive first, so nothing may be missing there.
         """
 
-        def mark(now: Handoff, _others: OtherUsage) -> None:
+        def mark(now: Handoff, _others: Others) -> None:
             now.archived = now.revision == record.revision
 
         marked = self._inner.change(record, mark)

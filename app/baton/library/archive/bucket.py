@@ -23,6 +23,7 @@ from obstore.exceptions import (
 )
 from obstore.store import S3Store
 
+from baton.admission.breaker import REST_S, Breaker
 from baton.errors import HandoffStoreUnavailable, SettingsError
 from baton.telemetry.metrics import ArchiveMetrics
 from baton_kv.stores.base import StoreError
@@ -141,9 +142,6 @@ def mend_of(error: BaseException) -> str:
     return cause.mend if cause is not None else UNKNOWN
 
 
-FAILURES = 3
-"""After so many failures in a row the archive is left alone for a while."""
-REST_S = 5.0
 CONNECT_S = 1.0
 PART_S = 30.0
 """Seconds that one part of a file may take; a part has `PART_BYTES`."""
@@ -211,6 +209,9 @@ class Bucket:
         address: where the bucket is.
         metrics: where requests are counted.
         clock: monotonic seconds.
+
+    Attributes:
+        breaker: open while the service fails.
     """
 
     def __init__(
@@ -221,9 +222,7 @@ class Bucket:
         self._small = _client(address, address.timeout_s, retries=0)
         self._large = _client(address, max(PART_S, address.timeout_s), retries=PART_TRIES - 1)
         self._parts = _client(address, min(PART_S, address.fetch_s), retries=0)
-        self._lock = threading.Lock()
-        self._failures = 0
-        self._resting_until = 0.0
+        self.breaker = Breaker(clock=clock)
         self._closed = threading.Event()
         self._log = structlog.get_logger("baton.handoffs")
 
@@ -394,7 +393,9 @@ class Bucket:
             return None
 
     def _ask(self, operation: str, work: Callable[[], Answer]) -> Answer:
-        self._require_rested()
+        if self.breaker.resting():
+            self._metrics.not_used("resting")
+            raise HandoffStoreUnavailable(UNAVAILABLE, retry_after_s=round(REST_S))
         began = self._clock()
         try:
             answer = work()
@@ -432,23 +433,11 @@ class Bucket:
 
     def _succeeded(self, operation: str, began: float) -> None:
         self._metrics.count(operation, self._clock() - began)
-        with self._lock:
-            self._failures, self._resting_until = 0, 0.0
-
-    def _require_rested(self) -> None:
-        with self._lock:
-            if self._clock() < self._resting_until:
-                self._metrics.not_used("resting")
-                raise HandoffStoreUnavailable(UNAVAILABLE, retry_after_s=round(REST_S))
-            if self._failures >= FAILURES:  # this request is the probe; others wait for how it ends
-                self._resting_until = self._clock() + REST_S
+        self.breaker.succeeded()
 
     def _failed(self, operation: str, error: BaseException) -> HandoffStoreUnavailable:
         self._metrics.failed(kind_of(error))
-        with self._lock:
-            self._failures += 1
-            if self._failures >= FAILURES:
-                self._resting_until = self._clock() + REST_S
+        self.breaker.failed()
         self._log.warning("archive_failed", operation=operation, reason=reason_of(error))
         return HandoffStoreUnavailable(UNAVAILABLE, retry_after_s=round(REST_S))
 

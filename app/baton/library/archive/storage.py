@@ -19,8 +19,8 @@ from baton.library.archive.bucket import UNAVAILABLE, Bucket, BucketAddress, Con
 from baton.library.archive.copies import Archive, ArchiveFiles, Damaged, Pace, placed
 from baton.library.archive.documents import PROOF, Document, Names, Tampered
 from baton.library.archive.records import ArchiveRecords, Version
-from baton.library.handoff import Handoff
-from baton.library.here.records import Edit, News, OtherUsage, pool_secret
+from baton.library.handoff import SAVERS, Handoff
+from baton.library.here.records import Edit, News, Others, pool_secret
 from baton.library.tiers import PINNED_SHARE, HandoffStorage
 from baton.telemetry.metrics import ArchiveMetrics, AuditResult
 from baton_kv.secret import install_secret
@@ -135,7 +135,6 @@ class StorageOver(HandoffStorage):
 LOOK_AGAIN_S = 5.0
 """Without a shared store, what other machines change in the archive is seen after so long, at most."""
 MAX_SEEN = 10_000
-CHANGING = ("label", "pin", "ttl_s", "expires_at", "audit")
 
 log = structlog.get_logger("baton.handoffs")
 
@@ -226,7 +225,7 @@ class ArchivedStorage(StorageOver):
         """Change the archive's record, and this machine's to what is then there."""
 
         def over(there: Handoff) -> Handoff | None:
-            def merged(mine: Handoff, others: OtherUsage) -> None:
+            def merged(mine: Handoff, others: Others) -> None:
                 _take_over(mine, there)
                 edit(mine, others)
 
@@ -444,8 +443,7 @@ class ArchivedStorage(StorageOver):
 
 def _take_over(mine: Handoff, there: Handoff) -> None:
     """Set what may change of a record to what it is in the archive."""
-    for name in CHANGING:
-        setattr(mine, name, getattr(there, name))
+    mine.take(there, but={*SAVERS, "revision"})  # this machine's KV and file are its own
     if _is_wrong(there):
         mine.bytes = 0
     mine.archived = True
@@ -456,7 +454,7 @@ def _is_wrong(record: Handoff) -> bool:
     return record.audit is not None and record.audit.result is AuditResult.MISMATCH
 
 
-def _as_it_is(_record: Handoff, _others: OtherUsage) -> None:
+def _as_it_is(_record: Handoff, _others: Others) -> None:
     """Change nothing."""
 
 

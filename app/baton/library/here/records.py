@@ -26,7 +26,7 @@ import structlog
 from pydantic import ValidationError
 
 from baton.errors import SettingsError
-from baton.library.handoff import Handoff, Usage
+from baton.library.handoff import Footprint, Handoff
 from baton_kv.folders import CREATE, LOCK, folder, make_folder, open_file
 from baton_kv.stores.file import RECORDS_TOTAL
 
@@ -211,9 +211,9 @@ SETTLED_AFTER_NS = 50_000_000
 """A folder that changed less long ago may change again without a new time of change, as clocks tick."""
 TRANSIENT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.EINTR, errno.EAGAIN})
 """Errors that say nothing about the file: it cannot be read now, but may be whole."""
-OtherUsage = Callable[[], list[Usage]]
+Others = Callable[[], list[Footprint]]
 """Returns the usage of all other handoffs over the store."""
-Edit = Callable[[Handoff, OtherUsage], None]
+Edit = Callable[[Handoff, Others], None]
 """Changes a record in place while no other gateway changes any."""
 
 
@@ -333,7 +333,7 @@ class RecordFolder:
         self._path = path
         self._log = structlog.get_logger("baton.handoffs")
         self._stamps: dict[str, Stamp] = {}
-        self._usage: dict[str, Usage] = {}
+        self._usage: dict[str, Footprint] = {}
         self._seen: int | None = None
         self._news = News()
         if path is not None:
@@ -469,7 +469,7 @@ class RecordFolder:
             self._remove(held, record.id)
         return None
 
-    def _others(self, held: LockedFolder, handoff_id: str) -> list[Usage]:
+    def _others(self, held: LockedFolder, handoff_id: str) -> list[Footprint]:
         """Return the usage of all other handoffs over the store."""
         self._refresh(held)
         return [usage for found, usage in self._usage.items() if found != handoff_id]
@@ -493,7 +493,7 @@ class RecordFolder:
                 continue
             self._stamps[each] = found[each]
             if record is not None:
-                self._usage[each] = record.usage
+                self._usage[each] = record.footprint
                 self._news.changed.append(record)
         self._seen = changed_at if settled else None
 
@@ -506,7 +506,7 @@ class RecordFolder:
         data = record.model_dump_json(by_alias=True).encode()
         stamp = held.write(record.id, data)
         record.stamp, record.disk_bytes = stamp, len(data)
-        self._stamps[record.id], self._usage[record.id] = stamp, record.usage
+        self._stamps[record.id], self._usage[record.id] = stamp, record.footprint
 
     def _remove(self, held: LockedFolder, handoff_id: str) -> None:
         held.remove(handoff_id)

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from baton.errors import HandoffImagesLost, HandoffStoreUnavailable
 from baton.images.placed_image import PlacedImage
-from baton.library.handoff import Handoff, Usage
+from baton.library.handoff import SAVERS, Footprint, Handoff, Lease
 from baton.library.here.images import placed_image
 from baton.library.here.records import ID, MAX_RECORD_BYTES, Edit, News, RecordDeleted
 from baton.library.shared.connection import SharedConnection, number
@@ -47,8 +47,7 @@ from baton_kv.stores.base import StoreError
 # Times are those of the store's clock, so gateways whose clocks differ agree on when a handoff expires.
 
 
-CHANGING = {"label", "pin", "bytes", "ttl_s", "expires_at", "revision", "audit", "state", "archived"}
-"""Fields of a record that may change after it was saved."""
+CHANGING = set(Lease.model_fields)
 PENDING_MS = 15_000
 """A pending record whose gateway does not report for so long goes away."""
 TRIES = 100
@@ -57,7 +56,6 @@ READ_AT_ONCE = 64
 WRITTEN, CHANGED, DELETED = 1, 2, -1
 SAME = 1
 """What stands for a record that has the revision that is known here."""
-CHANGED_WHILE_PENDING = ("label", "pin", "ttl_s", "expires_at", "revision")
 
 
 def image_entry(record: Handoff) -> str:
@@ -78,7 +76,7 @@ class SharedRecords:
         self._connection = connection
         self._files = files
         self._budget = budget
-        self._usage: dict[str, Usage] = {}
+        self._usage: dict[str, Footprint] = {}
         self._revisions: dict[str, int] = {}
         self._seen = 0
         self._store: bytes | None = None
@@ -127,8 +125,7 @@ class SharedRecords:
                 return answer
             if (pending := self.read(record.id)) is None:
                 continue
-            for name in CHANGED_WHILE_PENDING:
-                setattr(record, name, getattr(pending, name))
+            record.take(pending, but=SAVERS)
         raise HandoffStoreUnavailable()
 
     def update(self, handoff_id: str, edit: Edit) -> Handoff | None:
@@ -344,13 +341,13 @@ class SharedRecords:
 
     def _note(self, record: Handoff) -> None:
         record.stamp = (record.revision, 0, record.disk_bytes)
-        self._usage[record.id], self._revisions[record.id] = record.usage, record.revision
+        self._usage[record.id], self._revisions[record.id] = record.footprint, record.revision
 
     def _forget(self, handoff_id: str) -> None:
         self._usage.pop(handoff_id, None)
         self._revisions.pop(handoff_id, None)
 
-    def _others(self, handoff_id: str) -> list[Usage]:
+    def _others(self, handoff_id: str) -> list[Footprint]:
         return [usage for found, usage in list(self._usage.items()) if found != handoff_id]
 
     def _key(self, handoff_id: str) -> str:
