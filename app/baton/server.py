@@ -39,9 +39,9 @@ from baton.images.fetching import fetcher_of
 from baton.images.reader import ImageReader
 from baton.library.here.images import ImageStore
 from baton.library.here.records import RecordFolder
+from baton.library.holdings import HandoffThreads
 from baton.library.library import Library
-from baton.library.threads import HandoffThreads
-from baton.library.tiers import HandoffStorage
+from baton.library.tiers import EmptyStore, Here, Tier
 from baton.pooling.service import Pooling
 from baton.relay.ahead import JoinsAhead
 from baton.relay.audit import Audits
@@ -62,7 +62,6 @@ from baton_kv.folders import make_folder
 from baton_kv.stores.base import StoreError
 from baton_kv.stores.factory import open_store
 from baton_kv.stores.file import IMAGES, RECORDS
-from baton_kv.stores.memory import MemoryStore
 
 
 def handoffs_of(settings: Settings, metrics: GatewayMetrics) -> Library:
@@ -73,7 +72,7 @@ def handoffs_of(settings: Settings, metrics: GatewayMetrics) -> Library:
     """
     threads = HandoffThreads(settings.admission.wait_s, metrics.queues)
     if not any(engine.handoff for engine in settings.engines):
-        nowhere = HandoffStorage(MemoryStore(), RecordFolder(None), ImageStore(None))
+        nowhere = Here(EmptyStore(), RecordFolder(None), ImageStore(None))  # type: ignore[abstract]  # see there
         return Library(settings.handoffs, nowhere, metrics.handoffs, threads=threads)
     try:
         store = open_store(settings.handoff_store, budget=int(settings.handoffs.budget))
@@ -81,19 +80,19 @@ def handoffs_of(settings: Settings, metrics: GatewayMetrics) -> Library:
         if settings.handoffs.shared is not None:
             from baton.library.shared.storage import open_shared  # valkey, which others do without
 
-            storage: HandoffStorage = open_shared(settings.handoffs, store, folder, metrics.shared_store)
+            tier: Tier = open_shared(settings.handoffs, store, folder, metrics.shared_store)
         else:
-            storage = HandoffStorage(store, RecordFolder(folder / RECORDS), ImageStore(folder / IMAGES))
+            tier = Here(store, RecordFolder(folder / RECORDS), ImageStore(folder / IMAGES))
         if settings.handoffs.archive is not None:
             from baton.library.archive.storage import open_archived  # obstore, which others do without
 
-            storage = open_archived(settings.handoffs, storage, folder, metrics.archive)
+            tier = open_archived(settings.handoffs, tier.here, folder, metrics.archive)
     except StoreError as error:
         raise SettingsError(f"handoffs.store: {error}") from None
     except OSError as error:
         raise SettingsError(f"handoffs.store: {settings.handoff_store}: {error.strerror}") from None
     automatic = any((engine.auto or settings.handoffs.auto) != "off" for engine in settings.own_engines)
-    return Library(settings.handoffs, storage, metrics.handoffs, automatic=automatic, threads=threads)
+    return Library(settings.handoffs, tier, metrics.handoffs, automatic=automatic, threads=threads)
 
 
 def responses_of(settings: Settings) -> ResponseStore | None:

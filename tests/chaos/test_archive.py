@@ -88,7 +88,7 @@ class History:
 
     async def fetch(self, machine: ArchivedMachine, left: Left) -> None:
         found = await machine.handoffs.get(left.id, "local")
-        await machine.handoffs.bring(found, ENGINE)
+        await machine.handoffs.fetch_here(found, ENGINE)
         if machine.handoffs.is_here(found):
             assert machine.read(left.key) == left.kv
 
@@ -102,7 +102,7 @@ class History:
         """The machine loses it, if the archive has it."""
         found = await machine.handoffs.get(left.id, "local")
         if found.archived:
-            machine.handoffs._sweeper._evict(found)
+            machine.handoffs._upkeep._evict(found)
 
     async def acts(self, until: float) -> None:
         while time.monotonic() < until:
@@ -171,7 +171,7 @@ async def test_nothing_deleted_comes_back_and_no_change_is_lost_over_a_service_t
                     continue
                 assert not left.deleted
                 assert found.label in left.labels
-                await machine.handoffs.bring(found, ENGINE)
+                await machine.handoffs.fetch_here(found, ENGINE)
                 assert machine.read(left.key) == left.kv
         print(f"{history.done} operations on {len(history.left)} handoffs")
         assert history.done > 100

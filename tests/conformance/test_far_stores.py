@@ -80,7 +80,7 @@ async def test_every_field_of_a_lease_reaches_other_machines(make: Make) -> None
     left = await one.leave(pin=True)
     found = await two.handoffs.get(left.id, "local")
     assert (found.pin, found.bytes) == (True, left.bytes)
-    shared = isinstance(one.storage.records, SharedRecords)
+    shared = isinstance(one.storage.here.records, SharedRecords)
     values = told() if shared else without_savers(told())
     record = await one.handoffs.get(left.id, "local")
     await asyncio.to_thread(one.storage.change, record, writing(values))
@@ -96,7 +96,7 @@ async def test_kv_goes_to_another_machine_bit_for_bit(make: Make) -> None:
     first = await one.leave(blocks=600, pin=True)
     found = await two.handoffs.get(first.id, "local")
     assert (found.state, list(found.tokens)) == (HandoffState.READY, list(first.tokens))
-    await two.handoffs.bring(found, ENGINE)
+    await two.handoffs.fetch_here(found, ENGINE)
     assert two.read(found.key) == one.read(first.key)
     with pytest.raises(HandoffNotFound):
         await two.handoffs.get(first.id, "another")
@@ -109,7 +109,7 @@ async def test_what_continues_another_brings_its_file_along_and_keeps_it(make: M
     await one.handoffs.delete(await one.handoffs.get(first.id, "local"))
     await one.quiet()
     found = await two.handoffs.get(second.id, "local")
-    await two.handoffs.bring(found, ENGINE)
+    await two.handoffs.fetch_here(found, ENGINE)
     assert two.read(second.key) == one.read(second.key)
     assert two.read(second.key, 0) == one.read(second.key, 0)
 
@@ -180,11 +180,11 @@ async def test_what_was_evicted_here_is_fetched_once_more(make: Make) -> None:
     one, two = make("one"), make("two")
     record = await one.leave(blocks=40, pin=True)
     found = await two.handoffs.get(record.id, "local")
-    await two.handoffs.bring(found, ENGINE)
+    await two.handoffs.fetch_here(found, ENGINE)
     one.store.delete(record.key)
     two.store.delete(record.key)
     assert not two.handoffs.is_here(found)
-    await two.handoffs.bring(found, ENGINE)
+    await two.handoffs.fetch_here(found, ENGINE)
     assert two.handoffs.is_here(found)
 
 
@@ -195,5 +195,5 @@ async def test_a_machine_that_starts_again_with_an_empty_disk_finds_what_it_left
     again = make("another disk")
     found = await again.handoffs.get(record.id, "local")
     assert (found.label, found.pin, list(found.tokens)) == ("mine", True, tokens)
-    await again.handoffs.bring(found, ENGINE)
+    await again.handoffs.fetch_here(found, ENGINE)
     assert again.read(record.key) == kv

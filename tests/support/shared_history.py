@@ -25,6 +25,7 @@ from baton.library.saving import ChangeRules
 from baton.library.shared.connection import SharedAddress, SharedConnection
 from baton.library.shared.files import PoolFiles, Room, SharedFile
 from baton.library.shared.records import SharedRecords
+from baton.library.tiers import Deadline
 from baton.telemetry.metrics import SharedStoreMetrics
 from baton_kv.stores.base import StoreError
 from support.store_history import SCOPES, WRONG, Log, work
@@ -70,7 +71,7 @@ class SharedEntries:
         """See it as a fetch does: bytes alone, as of a put that was killed and then deleted, are no entry."""
         if self._files.names(key)[-1:] != [key]:
             return None
-        _, chunks = self._files.chunks(key, time.monotonic() + 5, 1 << 30)
+        _, chunks = self._files.chunks(key, Deadline.within("the test's", 5), 1 << 30)
         data = b"".join(chunks)
         told, value, body = data[: len(key)], data[len(key) : len(key) + 64], data[len(key) + 64 :]
         whole = told.decode() == key and hashlib.sha256(body).hexdigest() == value.decode()

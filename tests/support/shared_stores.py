@@ -22,7 +22,8 @@ from baton.engines.fake.engine import FakeEngine
 from baton.engines.kv_transfer import TransferRequest
 from baton.library.handoff import Handoff
 from baton.library.library import Library
-from baton.library.shared.storage import SharedStorage, open_shared
+from baton.library.shared.storage import ValkeyPool, open_shared
+from baton.library.tiers import Tier
 from baton.telemetry.metrics import GatewayMetrics
 from baton_kv.entry_format import EntryDescription, LayerShape, Part
 from baton_kv.entry_writer import write
@@ -108,9 +109,15 @@ class Machine:
     """A machine's own store and its gateway's handoffs."""
 
     store: FileStore
-    storage: SharedStorage
+    storage: Tier
     handoffs: Library
     metrics: GatewayMetrics = field(default_factory=GatewayMetrics)
+
+    @property
+    def pool(self) -> ValkeyPool:
+        """What its gateway shares with others."""
+        assert isinstance(self.storage.here.pool, ValkeyPool)
+        return self.storage.here.pool
 
     def entry(self, key: str, blocks: int = 4, after: str | None = None) -> int:
         """Put an entry into its store, perhaps one that continues another; returns its own file's bytes."""

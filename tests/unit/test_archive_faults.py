@@ -39,7 +39,7 @@ async def test_an_archive_that_hangs_is_left_alone_after_three_deadlines_and_the
         assert time.monotonic() - began < 100 * 0.5 / 2  # half of a hundred deadlines
         one.storage.seen._versions.clear()
         assert await one.handoffs.get(record.id, "local")  # what is on the machine is served
-        await two.handoffs.bring(found, ENGINE)
+        await two.handoffs.fetch_here(found, ENGINE)
         assert not two.handoffs.is_here(found)  # so it is computed
         with pytest.raises(HandoffStoreUnavailable):
             await two.handoffs.delete(found)
@@ -49,7 +49,7 @@ async def test_an_archive_that_hangs_is_left_alone_after_three_deadlines_and_the
         machine.storage.archive.bucket.breaker.resting_until = 0.0
     with pytest.raises(HandoffNotFound):
         await one.handoffs.get("y" * 32, "local")
-    await two.handoffs.bring(found, ENGINE)
+    await two.handoffs.fetch_here(found, ENGINE)
     assert two.read(record.key) == one.read(record.key)
     one.close()
     two.close()
@@ -82,7 +82,7 @@ async def test_a_dead_archive_costs_nothing_but_what_it_alone_has(tmp_path: Path
         record = await one.leave(pin=True)
         found = await two.handoffs.get(record.id, "local")
         archive.kill()
-        await two.handoffs.bring(found, ENGINE)
+        await two.handoffs.fetch_here(found, ENGINE)
         assert not two.handoffs.is_here(found)
         later = await one.leave(pin=True)  # on this machine alone
         assert one.handoffs.is_here(later)

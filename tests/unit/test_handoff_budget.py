@@ -24,7 +24,7 @@ from baton.library.handoff import MAX_CONVERSATION_BYTES, Context, Handoff, Hand
 from baton.library.here.images import ImageStore
 from baton.library.here.records import RecordFolder
 from baton.library.library import Library
-from baton.library.tiers import HandoffStorage
+from baton.library.tiers import Here
 from baton.relay.prompt.chat import AFTER_THE_PROMPT, conversation_of
 from baton.telemetry.metrics import HandoffMetrics
 from baton_kv.contract import new_key
@@ -38,7 +38,7 @@ SCRIPTS = {"latin": "x", "control": "\x01", "han": "\u6c49", "emoji": "\U0001f60
 
 def gateway(folder: Path, budget: int = 8 * MIB) -> Library:
     root = folder / "store"
-    storage = HandoffStorage(
+    storage = Here(
         FileStore(root, budget=budget), RecordFolder(root / "records"), ImageStore(root / "images")
     )
     return Library(HandoffSettings(budget=budget), storage, HandoffMetrics(CollectorRegistry()))  # type: ignore[arg-type]  # a number is a size

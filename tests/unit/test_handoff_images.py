@@ -24,7 +24,7 @@ from baton.library.handoff import Context, Handoff, HandoffState
 from baton.library.here.images import ImageStore
 from baton.library.here.records import RecordFolder
 from baton.library.library import Library
-from baton.library.tiers import ORPHANED_AFTER_S, HandoffStorage
+from baton.library.tiers import ORPHANED_AFTER_S, Here
 from baton.relay.sources import Sources
 from baton.telemetry.metrics import HandoffMetrics
 from baton_kv.stores.file import FileStore
@@ -46,7 +46,7 @@ def gateway(folder: Path, **settings: Any) -> Library:
     chosen = HandoffSettings(**settings)
     return Library(
         chosen,
-        HandoffStorage(
+        Here(
             FileStore(folder / "store", budget=int(chosen.budget)),
             RecordFolder(folder / "records"),
             ImageStore(folder / "store" / "images"),

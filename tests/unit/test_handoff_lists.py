@@ -12,7 +12,7 @@ from baton.library.handoff import Handoff, HandoffState, new_id
 from baton.library.here.images import ImageStore
 from baton.library.here.records import RecordFolder
 from baton.library.library import Library
-from baton.library.tiers import HandoffStorage
+from baton.library.tiers import Here
 from baton.telemetry.metrics import GatewayMetrics
 from baton_kv.stores.memory import MemoryStore
 
@@ -27,7 +27,7 @@ def record(created_at: float, tenant: str = "acme", **more: Any) -> Handoff:
 
 @pytest.fixture
 def handoffs() -> Library:
-    storage = HandoffStorage(MemoryStore(), RecordFolder(None), ImageStore(None))
+    storage = Here(MemoryStore(), RecordFolder(None), ImageStore(None))
     return Library(HandoffSettings(), storage, GatewayMetrics().handoffs)
 
 

@@ -37,7 +37,7 @@ async def test_handoffs_go_through_a_cluster_and_leave_nothing_in_it(name: str, 
         first = await one.leave(blocks=600)
         second = await one.leave(blocks=700, after=first)
         found = await two.handoffs.get(second.id, "local")
-        await two.handoffs.bring(found, ENGINE)
+        await two.handoffs.fetch_here(found, ENGINE)
         assert two.read(found.key) == one.read(second.key)
         assert two.read(found.key, 0) == one.read(first.key)
         others = [await one.leave() for _ in range(10)]  # by chance all of few are on one node
@@ -47,7 +47,7 @@ async def test_handoffs_go_through_a_cluster_and_leave_nothing_in_it(name: str, 
         for each in (first, *others):
             await one.handoffs.delete(each)
         assert [list(node.client.scan_iter("baton:f:*")) for node in nodes] == [[], [], []]
-        assert one.storage.files.total() == 0
+        assert one.pool.files.total() == 0
 
 
 @pytest.mark.fault("C13")
@@ -61,7 +61,7 @@ async def test_a_node_of_a_cluster_that_hangs_is_a_store_that_hangs(
         one = machine(tmp_path / "one", nodes[0].url)
         two = machine(tmp_path / "two", nodes[1].url, shared_timeout_s=0.5)
         record = await one.leave()
-        name = one.storage.connection.own_key("r")
+        name = one.pool.connection.own_key("r")
         owner = open_client(SharedAddress(nodes[0].url, "baton", b"")).get_node_from_key(name).port
         holder = next(node for node in nodes if urlsplit(node.url).port == owner)
         with holder.stopped():
@@ -88,7 +88,7 @@ async def test_the_replica_goes_on_when_sentinel_has_replaced_the_primary(
             time.sleep(0.02)  # noqa: ASYNC251  # nothing else runs here
         primary.kill()
         found = await reaches(two.handoffs, record, 30)
-        await two.handoffs.bring(found, ENGINE)
+        await two.handoffs.fetch_here(found, ENGINE)
         assert two.read(found.key) == one.read(record.key)
         assert (await one.leave()).on_disk  # and it takes new ones
 
@@ -108,7 +108,7 @@ async def test_tls_is_verified_with_the_given_certificate(tmp_path: Path) -> Non
         one, two = (machine(tmp_path / each, url, **settings) for each in ("one", "two"))
         record = await one.leave(blocks=600)
         found = await two.handoffs.get(record.id, "local")
-        await two.handoffs.bring(found, ENGINE)
+        await two.handoffs.fetch_here(found, ENGINE)
         assert two.read(found.key) == one.read(record.key)
         stranger = machine(
             tmp_path / "three", url, shared_password_file=password

@@ -14,7 +14,7 @@ from baton.library.handoff import Handoff, new_id
 from baton.library.here.images import ImageStore
 from baton.library.here.records import RecordFolder
 from baton.library.library import Library
-from baton.library.tiers import HandoffStorage
+from baton.library.tiers import Here
 from baton.relay.sources import Sources
 from baton.telemetry.metrics import GatewayMetrics
 from baton_kv.stores.memory import MemoryStore
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.fault("E20")
 @pytest.mark.parametrize("slow", [0, 1, 2])
 @pytest.mark.parametrize("foreign", [0, 1, 2])
 async def test_the_first_wrong_id_is_named(slow: int, foreign: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    storage = HandoffStorage(MemoryStore(), RecordFolder(None), ImageStore(None))
+    storage = Here(MemoryStore(), RecordFolder(None), ImageStore(None))
     handoffs = Library(HandoffSettings(), storage, GatewayMetrics().handoffs)
     engine = FakeEngine("a", supports_handoffs=True)
     ids = [new_id() for _ in range(3)]
@@ -45,7 +45,7 @@ async def test_the_first_wrong_id_is_named(slow: int, foreign: int, monkeypatch:
 
 @pytest.mark.parametrize("wrong", [0, 1])
 async def test_a_pending_one_is_not_waited_for_where_another_is_wrong(wrong: int) -> None:
-    storage = HandoffStorage(MemoryStore(), RecordFolder(None), ImageStore(None))
+    storage = Here(MemoryStore(), RecordFolder(None), ImageStore(None))
     handoffs = Library(HandoffSettings(), storage, GatewayMetrics().handoffs)
     engine = FakeEngine("a", supports_handoffs=True)
     ids: list[Any] = [handoffs.begin(engine, "acme").id for _ in range(2)]

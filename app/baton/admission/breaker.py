@@ -42,7 +42,7 @@ class Breaker:
         return self._failed > 0
 
     def resting(self) -> bool:
-        """Tell whether to leave the server alone; if not, and this is open, the caller is the only probe."""
+        """Return whether to leave the server alone; if not while this is open, the caller is its probe."""
         with self._lock:
             if self._clock() < self.resting_until:
                 return True

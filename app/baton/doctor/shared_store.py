@@ -18,8 +18,9 @@ from baton.errors import BatonError, OperatorError
 from baton.library.shared.connection import FAILURE_TYPES, SharedConnection
 from baton.library.shared.files import CHUNK_BYTES, PoolFiles, SharedFile
 from baton.library.shared.storage import address_of
+from baton.library.tiers import Deadline, read_into
 from baton.telemetry.metrics import SharedStoreMetrics
-from baton_kv.stores.base import StoreError
+from baton_kv.stores.base import BytesReader, StoreError
 
 SUBJECT = "shared store"
 ROUND_TRIPS = 20
@@ -99,9 +100,11 @@ def _throughput(files: PoolFiles) -> Finding:
     data = secrets.token_bytes(CHUNK_BYTES) * (TEST_BYTES // CHUNK_BYTES)
     name = f"doctor/{secrets.token_hex(8)}"
     began = time.perf_counter()
-    files.write(SharedFile(name, len(data), partial(_read_into, data)), 60_000, time.monotonic() + 60)
+    files.write(
+        SharedFile(name, len(data), partial(read_into, BytesReader(data))), 60_000, time.monotonic() + 60
+    )
     written = time.perf_counter()
-    _, chunks = files.chunks(name, time.monotonic() + 60, len(data))
+    _, chunks = files.chunks(name, Deadline.within("the check", 60), len(data))
     for index, chunk in enumerate(chunks):
         if chunk != data[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]:
             raise StoreError("the store gave other bytes back than were written")
@@ -109,8 +112,3 @@ def _throughput(files: PoolFiles) -> Finding:
     files.unlink([name.encode()])
     push, fetch = TEST_BYTES / MIB / (written - began), TEST_BYTES / MIB / (read - written)
     return Finding(f"{SUBJECT} throughput", f"push {push:,.0f} MiB/s, fetch {fetch:,.0f} MiB/s")
-
-
-def _read_into(data: bytes, start: int, view: memoryview) -> int:
-    view[:] = data[start : start + len(view)]
-    return len(view)

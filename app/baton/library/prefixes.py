@@ -98,7 +98,6 @@ class PrefixIndex:
         """Return the context that shares most tokens with a prompt; of equal ones the newest.
 
         Args:
-            tenant: the owner of the contexts.
             weights: fingerprint of the weights that their KV was computed with.
             prompt: token ids, in which other images are other numbers; see `with_distinct_images`.
             usable: returns whether a context may be found.
@@ -154,8 +153,6 @@ def shared_tokens(tokens: Sequence[int], prompt: Sequence[int], begin: int = 0) 
     """Return the length of the longest common prefix of two sequences of token ids.
 
     Args:
-        tokens: token ids.
-        prompt: token ids.
         begin: so many, from the first, are known to be equal.
     """
     length = min(len(tokens), len(prompt))

@@ -1,89 +1,298 @@
-"""Read, write and remove everything a handoff has on disk: record, images, KV. All calls block."""
+"""Read, write and remove all that a handoff has: record, images, KV, in every tier. All calls block.
+
+`Here` is this machine's tier. It may have a `Pool`: the store that several machines share, which then holds
+the records and images, and copies of the KV. A further tier, as the archive, is a `Tier` over `Here`: it says
+what it does differently, and has the rest in its `here`.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import structlog
 
+from baton.errors import HandoffPinsFull, HandoffStoreUnavailable
 from baton.images.placed_image import PlacedImage
 from baton.library.handoff import Handoff, is_handoff_key, scope_of
 from baton.library.here.images import Images
-from baton.library.here.records import Edit, News, Records, proof_of
+from baton.library.here.records import Edit, Records, proof_of
+from baton_kv.entry_files import shared_keys
 from baton_kv.secret import store_secret
-from baton_kv.stores.base import Store, StoreError
+from baton_kv.stores.base import Reader, SharedFiles, Store, StoreError
 from baton_kv.stores.file import FileStore
 
 ORPHANED_AFTER_S = 600.0
 """An entry without a record is removed this long after its last use."""
-
-log = structlog.get_logger("baton.handoffs")
-
 PINNED_SHARE = 0.5
 """Share of the budget that may be pinned, divided among the tenants; the rest stays for unpinned handoffs."""
 
+log = structlog.get_logger("baton.handoffs")
+
+
+class Deadline(NamedTuple):
+    """When a fetch must have ended.
+
+    Attributes:
+        setting: what sets its limit.
+        limit_s: seconds that it may take.
+        at: monotonic time of its end.
+    """
+
+    setting: str
+    limit_s: float
+    at: float
+
+    @classmethod
+    def within(cls, setting: str, limit_s: float, left_s: float = math.inf) -> Deadline:
+        """Begin now; where less time is left than the limit, end then."""
+        return cls(setting, limit_s, time.monotonic() + min(limit_s, left_s))
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until then; 0: it has passed."""
+        return max(0.0, self.at - time.monotonic())
+
 
 class FetchCutOff(StoreError):
-    """Copying KV to this machine took too long.
+    """Copying KV to this machine took longer than a setting allows.
 
     Args:
-        message: from where.
         got: bytes that had come by then.
     """
 
-    def __init__(self, message: str, got: int) -> None:
-        super().__init__(message)
+    def __init__(self, deadline: Deadline, got: int) -> None:
+        limit = f"{deadline.limit_s:g} s, which {deadline.setting} allows"
+        super().__init__(f"fetching took longer than {limit}; {got} bytes had come")
         self.got = got
 
 
+def copy_entry(store: Store, keys: Sequence[str], read: Callable[[int], tuple[int, Generator[bytes]]]) -> int:
+    """Copy an entry's files to a store that has not all of them; returns the bytes that were copied.
+
+    Args:
+        store: where they are copied to.
+        keys: of the entries whose own they are, its own last.
+        read: returns the size of one of them, by index, and an iterator over its bytes.
+    """
+    copied = 0
+    for index, key in enumerate(keys):
+        if store.exists(key):
+            continue
+        size, chunks = read(index)
+        shared = SharedFiles(tuple(keys[:index]), keys[index - 1]) if index else SharedFiles()
+        try:
+            with contextlib.closing(chunks):
+                copied += store.put(key, chunks, size=size, shared=shared)
+        except FetchCutOff as error:
+            error.got += copied
+            raise
+    return copied
+
+
 @contextlib.contextmanager
-def counting(before: int) -> Iterator[None]:
-    """Add what was copied before to the bytes of a fetch that is cut off inside."""
-    try:
-        yield
-    except FetchCutOff as error:
-        error.got += before
-        raise
+def opened(store: Store, key: str) -> Iterator[list[tuple[str, Reader]]]:
+    """Open the files that an entry needs, by the keys of the entries whose own they are, its own last."""
+    with contextlib.ExitStack() as stack:
+        own = stack.enter_context(store.open(key))
+        keys = shared_keys(own)
+        parts = [stack.enter_context(store.open(key, part)) for part in range(len(keys))]
+        yield list(zip([*keys, key], [*parts, own], strict=True))
+
+
+def read_into(reader: Reader, start: int, view: memoryview) -> int:
+    """Fill a buffer from an offset of a file on; returns the number of bytes read."""
+    return reader.read_into(start, [view])
+
+
+class Pool(Protocol):
+    """The store that gateways of several machines share."""
+
+    def store_id(self) -> bytes:
+        """Return the random number that tells this store from others.
+
+        Raises:
+            HandoffStoreUnavailable: it failed.
+        """
+        ...
+
+    def close(self) -> None:
+        """Close the connections."""
+        ...
+
+    def announce(self, record: Handoff) -> None:
+        """Show other machines a pending handoff."""
+        ...
+
+    def keep_pending(self, ids: Sequence[str]) -> list[str]:
+        """Report that handoffs are still pending; returns those that another machine deleted meanwhile."""
+        ...
+
+    def push(self, record: Handoff, store: Store) -> None:
+        """Copy a handoff's KV from a machine's store.
+
+        Raises:
+            StoreError: it cannot be read, or does not fit.
+            HandoffStoreUnavailable: the pool failed.
+        """
+        ...
+
+    def fetch(self, record: Handoff, store: Store, within_s: float) -> int:
+        """Copy a handoff's KV to a machine's store, as `Tier.fetch`."""
+        ...
+
+    def sizes(self, records: Sequence[Handoff]) -> list[int]:
+        """Return the sizes of several handoffs' KV, those of their records if nobody knows."""
+        ...
+
+    def pin(self, record: Handoff, pin: bool) -> bool:
+        """Pin a handoff's KV or unpin it; returns whether the pool has it.
+
+        Raises:
+            HandoffPinsFull: the pin does not fit.
+            HandoffStoreUnavailable: the pool failed.
+        """
+        ...
+
+    def pinned(self, record: Handoff) -> dict[str, int]:
+        """Return the bytes of KV that pins protect, by scope."""
+        ...
+
+    def drop(self, record: Handoff) -> None:
+        """Remove a handoff's KV, if the pool answers."""
+        ...
+
+
+class Tier(Protocol):
+    """What the library asks of the tier that it looks in last, with all tiers before it."""
+
+    @property
+    def here(self) -> Here:
+        """This machine's tier, which alone does what no other tier changes."""
+        ...
+
+    def close(self) -> None:
+        """Close what was opened."""
+        ...
+
+    def begin(self, records: Sequence[Handoff]) -> None:
+        """Go on with what an earlier run of this gateway has not done for its records."""
+        ...
+
+    def find(self, handoff_id: str, tenant: str) -> Handoff | None:
+        """Read a record that another gateway, or an earlier run, may have written.
+
+        Raises:
+            HandoffStoreUnavailable: a tier failed that may know it.
+        """
+        ...
+
+    def reread(self, record: Handoff) -> Handoff | None:
+        """Read a saved record again; the same object if it did not change, None if it was deleted."""
+        ...
+
+    def create(self, record: Handoff, edit: Edit) -> bool:
+        """Apply an edit to a new record and save it; returns whether that could be done.
+
+        Raises:
+            RecordDeleted: another gateway deleted it while it was pending.
+        """
+        ...
+
+    def change(self, record: Handoff, edit: Edit) -> Handoff | None:
+        """Apply an edit to a record, where it is saved too; returns it then, None if it was deleted."""
+        ...
+
+    def sizes(self, records: Sequence[Handoff]) -> list[int]:
+        """Return the sizes of several handoffs' KV, wherever it is; 0: it is not stored."""
+        ...
+
+    def source_of(self, record: Handoff) -> str:
+        """Return where a handoff's KV would be fetched from: the rates of the sources differ."""
+        ...
+
+    def fetch(self, record: Handoff, within_s: float) -> int:
+        """Copy a handoff's KV to this machine; returns the bytes that were copied.
+
+        Raises:
+            FetchCutOff: it took too long.
+            StoreError: it cannot be copied.
+            HandoffStoreUnavailable: a tier failed.
+        """
+        ...
+
+    def read_images(self, record: Handoff) -> list[PlacedImage]:
+        """Return the images of a handoff's context, in order.
+
+        Raises:
+            HandoffImagesLost: an image is missing or has changed.
+        """
+        ...
+
+    def quarantine(self, record: Handoff) -> None:
+        """Move a handoff's KV away, with what it shares with others, so that no request finds it any more."""
+        ...
+
+    def delete(self, record: Handoff) -> None:
+        """Remove a handoff for good, wherever it is.
+
+        Raises:
+            HandoffStoreUnavailable: a tier failed; it is not deleted.
+        """
+        ...
+
+    def remove_expired(self, record: Handoff) -> Handoff | None:
+        """Remove an expired handoff, or return it as another gateway has extended its life."""
+        ...
 
 
 @dataclass(frozen=True)
-class HandoffStorage:
-    """Joins records, images and KV, so that a handoff is removed as a whole.
+class Here:
+    """The `Tier` of this machine.
 
     Attributes:
         store: the KV, which the connector writes; the gateway only looks, pins and deletes.
-        records: the records.
-        images: the images of the contexts.
+        records: the records, in a folder or in the pool.
+        images: the images of the contexts, where the records are.
+        pool: the store that other machines share; None: other gateways share this machine's folder alone.
+        budget: bytes that may be stored on this machine, if there is a pool.
     """
 
     store: Store
     records: Records
     images: Images
+    pool: Pool | None = None
+    budget: int = 0
 
     @property
-    def shared(self) -> bool:
-        """Whether handoffs are in a shared store too, for gateways that do not share this folder."""
-        return False
+    def here(self) -> Here:
+        """This one."""
+        return self
 
-    @property
-    def remote(self) -> bool:
-        """Whether a handoff may be somewhere else than on this machine: in a shared store or an archive."""
-        return self.shared
+    def close(self) -> None:
+        if self.pool is not None:
+            self.pool.close()
+
+    def begin(self, records: Sequence[Handoff]) -> None:
+        """Do nothing: here nothing is left undone."""
 
     def proof(self, challenge: str) -> str | None:
-        """Return what only gateways over this store can answer a challenge with; None: it is of no other use.
+        """Answer a challenge as only gateways over this store can; None: no other gateway uses it.
 
         Raises:
             StoreError: the store cannot be read.
-            HandoffStoreUnavailable: the shared store failed.
+            HandoffStoreUnavailable: the pool failed.
         """
         if not isinstance(self.store, FileStore):
             return None
-        return proof_of(self.secret(self.store.root), b"", challenge)
+        store_id = self.pool.store_id() if self.pool is not None else b""
+        return proof_of(self.secret(self.store.root), store_id, challenge)
 
     @staticmethod
     def secret(root: Path) -> bytes:
@@ -97,95 +306,19 @@ class HandoffStorage:
         except (OSError, ValueError) as error:
             raise StoreError(f"secret: {error}") from None
 
-    def close(self) -> None:
-        """Close the connections to a shared store."""
-
-    def announce(self, record: Handoff) -> None:
-        """Let gateways of other machines know of a pending handoff."""
-
-    def keep_pending(self, _ids: Sequence[str]) -> list[str]:
-        """Report that handoffs are still pending; returns those that another machine deleted meanwhile."""
-        return []
-
-    def share(self, _record: Handoff) -> bool:
-        """Copy a handoff's KV to where other machines find it; returns whether it is there."""
-        return True
-
-    def is_here(self, _record: Handoff) -> bool:
-        """Return whether engines of this machine find a handoff's KV, if it is stored at all."""
-        return True
-
-    def drop_copy(self, _record: Handoff) -> None:
-        """Move KV away that is here, where the record says that there is none: it led to another answer."""
-
-    def fetch(self, _record: Handoff, _within_s: float) -> int:
-        """Copy a handoff's KV to this machine; returns the bytes that were copied.
-
-        Raises:
-            FetchCutOff: it took too long.
-            StoreError: it cannot be copied.
-            HandoffStoreUnavailable: the shared store failed.
-        """
-        return 0
-
-    def source_of(self, _record: Handoff) -> str:
-        """Return where a handoff's KV would be fetched from: the rates of the sources differ."""
-        return "shared"
-
-    def begin_archiving(self, _records: Sequence[Handoff]) -> None:
-        """Archive what an earlier run of this gateway has not."""
-
-    def stored_bytes(self, records: Sequence[Handoff]) -> list[int]:
-        """Return the sizes of several handoffs' KV, here or elsewhere; 0: it is not stored."""
-        return [self.kv_bytes(record) for record in records]
-
     def find(self, handoff_id: str, _tenant: str) -> Handoff | None:
-        """Read a record that another gateway over the same store, or an earlier run, may have written.
-
-        Args:
-            handoff_id: its id.
-            _tenant: who asks; an archive is asked for their handoffs alone.
-
-        Raises:
-            HandoffStoreUnavailable: the shared store or the archive failed.
-        """
         return self.records.read(handoff_id)
 
     def reread(self, record: Handoff) -> Handoff | None:
-        """Read a saved record again.
-
-        Returns:
-            The same object if it did not change on disk; None if it was deleted.
-        """
         return self.records.reread(record)
 
-    def refresh(self) -> News:
-        """Return what other gateways over the store changed since the last call."""
-        return self.records.refresh()
-
     def create(self, record: Handoff, edit: Edit) -> bool:
-        """Apply an edit to a new record and save it.
-
-        Returns:
-            Whether it was saved; if not, it exists in memory only.
-
-        Raises:
-            RecordDeleted: another gateway deleted it while it was pending.
-        """
-        try:
-            self.store.make_room(record.disk_bytes)
-        except StoreError as error:
-            log.warning("handoff_not_kept", reason=str(error))
+        if self.pool is None and not self._has_room(record.disk_bytes, "handoff_not_kept"):
             self.records.edit_unsaved(record, edit)
             return False
         return self.records.create(record, edit)
 
     def change(self, record: Handoff, edit: Edit) -> Handoff | None:
-        """Apply an edit to a record, on disk too if it is saved there.
-
-        Returns:
-            The record as it is then; None: another gateway deleted it.
-        """
         try:
             if record.on_disk:
                 return self.records.update(record.id, edit)
@@ -195,31 +328,65 @@ class HandoffStorage:
             edit(record, list)
         return record
 
+    def save_images(self, record: Handoff) -> None:
+        """Write a handoff's images; without space for them the handoff ends with this process."""
+        if self.pool is not None or self._has_room(record.image_bytes, "handoff_images_not_kept"):
+            self.images.save(record)
+
+    def _has_room(self, size: int, otherwise: str) -> bool:
+        try:
+            self.store.make_room(size)
+        except StoreError as error:
+            log.warning(otherwise, reason=str(error))
+            return False
+        return True
+
+    def read_images(self, record: Handoff) -> list[PlacedImage]:
+        return self.images.read(record)
+
+    def is_here(self, record: Handoff) -> bool:
+        """Return whether a handoff's KV is in this machine's store."""
+        return self.store.exists(record.key)
+
     def kv_bytes(self, record: Handoff) -> int:
         """Return the size of a handoff's KV here, with what it shares with others; 0: it is not here."""
         return self.store.bytes_of(record.key)
 
-    def pinned_kv(self, record: Handoff) -> dict[str, int]:
-        """Return the bytes of KV that pins protect, by scope, if this handoff were pinned too.
+    def sizes(self, records: Sequence[Handoff]) -> list[int]:
+        found = {record.id: self.kv_bytes(record) for record in records}
+        if self.pool is not None:
+            missing = [record for record in records if not found[record.id]]
+            found |= dict(zip([each.id for each in missing], self.pool.sizes(missing), strict=True))
+        return [found[record.id] for record in records]
 
-        KV that several handoffs share counts once. If the store cannot be listed, no pin fits.
-        """
+    def source_of(self, _record: Handoff) -> str:
+        return "shared"
+
+    def fetch(self, record: Handoff, within_s: float) -> int:
+        return self.pool.fetch(record, self.store, within_s) if self.pool is not None else 0
+
+    def share(self, record: Handoff) -> None:
+        """Copy a handoff's KV to the pool; what fails is logged."""
+        if self.pool is None:
+            return
         try:
-            return self.store.pinned(also=record.key)
-        except StoreError as error:
-            log.warning("handoffs_not_listed", reason=str(error))
-            return {scope_of(record.tenant): sys.maxsize}  # nothing fits
-
-    def all_bytes(self) -> int:
-        """Return the bytes of all entries in the store.
-
-        Raises:
-            StoreError: the store cannot be read.
-        """
-        return self.store.size()
+            self.pool.push(record, self.store)
+        except (HandoffStoreUnavailable, StoreError) as error:
+            log.warning("handoff_not_shared", handoff=record.id, reason=str(error))
 
     def pin(self, record: Handoff, pin: bool) -> bool:
-        """Pin a handoff's KV or unpin it; returns whether it is pinned then."""
+        """Pin a handoff's KV or unpin it; returns whether it is pinned then.
+
+        Raises:
+            HandoffPinsFull: the pool's limit, or this machine's where no other has the KV, is reached.
+            HandoffStoreUnavailable: the pool failed.
+        """
+        if self.pool is not None:
+            there = self.pool.pin(record, pin)
+            if pin and not self._fits_here(record):
+                if not there and self.is_here(record):  # and nowhere else
+                    raise HandoffPinsFull()
+                return True  # what is here is a copy
         try:
             self.store.pin(record.key, pin)
         except StoreError as error:
@@ -227,13 +394,28 @@ class HandoffStorage:
             return not pin
         return pin
 
-    def read_images(self, record: Handoff) -> list[PlacedImage]:
-        """Return the images of a handoff's context, in order.
+    def _fits_here(self, record: Handoff) -> bool:
+        """Return whether KV is here and may be protected here too: this store is often the smaller one."""
+        if not self.is_here(record):
+            return False
+        pinned = self._pinned_here(record)
+        most = PINNED_SHARE * self.budget
+        mine = pinned.get(scope_of(record.tenant), 0)
+        return sum(pinned.values()) <= most and mine <= most / max(1, len(pinned))
 
-        Raises:
-            HandoffImagesLost: an image is missing or has changed.
+    def pinned_kv(self, record: Handoff) -> dict[str, int]:
+        """Return the bytes of KV that pins protect, by scope, if this handoff were pinned too.
+
+        KV that several handoffs share counts once. If the store cannot be listed, no pin fits.
         """
-        return self.images.read(record)
+        return self.pool.pinned(record) if self.pool is not None else self._pinned_here(record)
+
+    def _pinned_here(self, record: Handoff) -> dict[str, int]:
+        try:
+            return self.store.pinned(also=record.key)
+        except StoreError as error:
+            log.warning("handoffs_not_listed", reason=str(error))
+            return {scope_of(record.tenant): sys.maxsize}  # nothing fits
 
     def non_kv_bytes(self) -> int:
         """Return the bytes of all records and images.
@@ -246,17 +428,13 @@ class HandoffStorage:
         except OSError as error:
             raise StoreError(f"listing: {error.strerror}") from None
 
-    def save_images(self, record: Handoff) -> None:
-        """Write a handoff's images to disk; without space for them the handoff ends with this process."""
-        try:
-            self.store.make_room(record.image_bytes)
-        except StoreError as error:
-            log.warning("handoff_images_not_kept", reason=str(error))
-            return
-        self.images.save(record)
-
     def quarantine(self, record: Handoff) -> None:
-        """Move a handoff's KV away, with what it shares with others, so that no request finds it any more."""
+        self.quarantine_here(record)
+        if self.pool is not None:
+            self.pool.drop(record)
+
+    def quarantine_here(self, record: Handoff) -> None:
+        """Move KV away that is here, whatever the pool has."""
         shared = 0
         while self.store.exists(record.key, shared):
             shared += 1
@@ -264,8 +442,13 @@ class HandoffStorage:
             self.store.quarantine(record.key, part)
         self.store.quarantine(record.key)
 
+    def drop_copy(self, record: Handoff) -> None:
+        """Move KV away that is here, where the record says that there is none: it led to another answer."""
+        if self.is_here(record):
+            self.quarantine_here(record)
+
     def remove(self, record: Handoff) -> None:
-        """Remove a handoff's record, images and KV."""
+        """Remove a handoff's record, images and KV; what fails is logged."""
         try:
             self.records.remove(record)
             self.images.remove(record)
@@ -274,19 +457,9 @@ class HandoffStorage:
             log.warning("handoff_not_removed", reason=type(error).__name__)
 
     def delete(self, record: Handoff) -> None:
-        """Remove a handoff for good, wherever it is.
-
-        Raises:
-            HandoffStoreUnavailable: the shared store or the archive failed.
-        """
         self.remove(record)
 
     def remove_expired(self, record: Handoff) -> Handoff | None:
-        """Remove an expired handoff, unless another gateway has extended its lifetime.
-
-        Returns:
-            The extended record; None: the handoff was removed.
-        """
         try:
             left = self.records.remove_expired(record)
         except OSError as error:
@@ -299,10 +472,20 @@ class HandoffStorage:
     def sweep_orphans(self) -> None:
         """Remove KV and images that have no record."""
         self.store.sweep(
-            wanted=lambda key: not is_handoff_key(key) or self._is_saved(key.partition("/")[2]),
+            wanted=lambda key: not is_handoff_key(key) or self.records.exists(key.partition("/")[2]),
             older_than_s=ORPHANED_AFTER_S,
         )
-        self.images.sweep(wanted=self._is_saved, older_than_s=ORPHANED_AFTER_S)
+        self.images.sweep(wanted=self.records.exists, older_than_s=ORPHANED_AFTER_S)
 
-    def _is_saved(self, handoff_id: str) -> bool:
-        return self.records.exists(handoff_id)
+
+class EmptyStore(Store):
+    """The store of a gateway none of whose engines supports handoffs: none is saved, so no more is asked."""
+
+    def bytes_of(self, _key: str) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 0
+
+    def sweep(self, *, wanted: Callable[[str], bool], older_than_s: float) -> int:
+        return 0

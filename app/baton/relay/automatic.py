@@ -291,7 +291,7 @@ class AutomaticHandoffs:
 
         match = self.handoffs.longest_prefix(tenant, engine.weights, prompt, usable)
         if elsewhere:  # this request does not wait for it; the next one finds it here
-            self.handoffs.begin_work(self.handoffs.bring(elsewhere[0], engine))
+            self.handoffs.in_background(self.handoffs.fetch_here(elsewhere[0], engine))
         self.metrics.automatic_lookups.labels("found" if match is not None else "none").inc()
         return match
 

@@ -97,7 +97,7 @@ async def _create(
     session = await gateway.sessions.open_new(engine, body, context, options, sources, images)
     target = session.target
     assert target is not None
-    work = gateway.handoffs.begin_work(session.compute(options.prompt or ""))
+    work = gateway.handoffs.in_background(session.compute(options.prompt or ""))
     ticket.keep_until(work)
     try:
         done, _ = await asyncio.wait({work}, timeout=gateway.settings.handoffs.wait_s)

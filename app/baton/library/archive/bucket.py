@@ -102,7 +102,7 @@ UNKNOWN = "look at the service's own log"
 
 
 def code_of(error: BaseException) -> str | None:
-    """Return what S3 calls the reason, such as `AccessDenied`."""
+    """Return S3's name of the reason, such as `AccessDenied`."""
     found = CODE.search(str(error))
     return found[1] if found is not None else None
 
@@ -137,7 +137,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def mend_of(error: BaseException) -> str:
-    """Return what an operator can do about a failure."""
+    """Return an operator's remedy for a failure."""
     cause = cause_of(error)
     return cause.mend if cause is not None else UNKNOWN
 
@@ -203,11 +203,11 @@ class Found(NamedTuple):
 
 
 class Bucket:
-    """The objects under one prefix of a bucket, for several threads. All calls block.
+    """The objects under one prefix of a bucket, for several threads.
+
+    All calls block, and raise `HandoffStoreUnavailable` where the server fails.
 
     Args:
-        address: where the bucket is.
-        metrics: where requests are counted.
         clock: monotonic seconds.
 
     Attributes:
@@ -234,12 +234,10 @@ class Bucket:
         """Read a small object; None: there is none. One that is too large counts as empty.
 
         Args:
-            name: its name.
             unless: a version that is known already.
 
         Raises:
             NotChanged: it still is that version.
-            HandoffStoreUnavailable: the archive failed, or is left alone after failures.
         """
 
         def work() -> Found | None:
@@ -259,14 +257,11 @@ class Bucket:
         """Write a small object; returns its version.
 
         Args:
-            name: its name.
-            data: its bytes.
             over: the version that it may replace; None: any.
             new: there must be none under this name.
 
         Raises:
             Conflict: another version is there, or none.
-            HandoffStoreUnavailable: the archive failed, or is left alone after failures.
         """
 
         def work() -> str:
@@ -283,11 +278,7 @@ class Bucket:
         return self._ask("put", work)
 
     def head(self, name: str) -> tuple[int, float] | None:
-        """Return an object's size and age in seconds; None: there is none.
-
-        Raises:
-            HandoffStoreUnavailable: the archive failed, or is left alone after failures.
-        """
+        """Return an object's size and age in seconds; None: there is none."""
 
         def work() -> tuple[int, float] | None:
             try:
@@ -300,11 +291,7 @@ class Bucket:
         return self._ask("head", work)
 
     def delete(self, name: str) -> None:
-        """Delete an object, if there is one.
-
-        Raises:
-            HandoffStoreUnavailable: the archive failed, or is left alone after failures.
-        """
+        """Delete an object, if there is one."""
 
         def work() -> None:
             try:
@@ -315,11 +302,7 @@ class Bucket:
         self._ask("delete", work)
 
     def names(self, prefix: str) -> Iterator[str]:
-        """Return the names under a prefix, in order.
-
-        Raises:
-            HandoffStoreUnavailable: the archive failed, or is left alone after failures.
-        """
+        """Return the names under a prefix, in order."""
         listing = iter(self._small.list(prefix))
         while (chunk := self._ask("list", lambda: next(listing, None))) is not None:
             yield from (each["path"] for each in chunk)
@@ -328,11 +311,9 @@ class Bucket:
         """Write a large object, as a whole or not at all.
 
         Args:
-            name: its name.
             parts: its bytes; an exception of it ends the upload.
 
         Raises:
-            HandoffStoreUnavailable: the archive failed, or is left alone after failures.
             StoreError: the gateway ends.
         """
 
@@ -346,7 +327,6 @@ class Bucket:
 
         Raises:
             FileNotFoundError: there is no such object.
-            HandoffStoreUnavailable: the archive failed, or is left alone after failures.
             StoreError: the gateway ends.
         """
         found = self._ask("part", lambda: self._apart(lambda: _part(self._parts, name, start, stop)))
@@ -451,7 +431,7 @@ def _part(store: S3Store, name: str, start: int, stop: int) -> bytes | None:
 
 
 def _require_bucket(error: FileNotFoundError) -> None:
-    """Let pass that an object is missing, but not the bucket: nobody knows what was in it."""
+    """Raise the error again if the whole bucket is missing, which does not mean that the object never was."""
     if is_no_bucket(error):
         raise error
 

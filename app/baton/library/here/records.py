@@ -39,12 +39,10 @@ PURPOSE = b"baton: this gateway uses the store"
 
 
 def proof_of(secret: bytes, store_id: bytes, challenge: str) -> str:
-    """Return what only gateways over one store can compute.
+    """Answer a challenge as only gateways over one store can.
 
     Args:
-        secret: the store's secret.
         store_id: a random number that is kept in the store.
-        challenge: random digits, chosen by the gateway that asks.
     """
     parts = (PURPOSE, store_id, challenge.encode())
     message = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
@@ -195,7 +193,7 @@ def locked(path: Path) -> Iterator[LockedFolder]:
 
 
 def stamp_of(status: os.stat_result) -> Stamp:
-    """Return what tells one version of a file from the next."""
+    """Return the stamp of a version of a file."""
     return status.st_ino, status.st_mtime_ns, status.st_size
 
 
@@ -290,7 +288,7 @@ class Records(Protocol):
         ...
 
     def refresh(self) -> News:
-        """Return what other gateways changed since the last call."""
+        """Return the changes of other gateways since the last call."""
         ...
 
     def size(self) -> int:
@@ -342,7 +340,6 @@ class RecordFolder:
                 held.remove_abandoned()
 
     def create(self, record: Handoff, edit: Edit) -> bool:
-        """Apply an edit to a new record and write it, as a whole or not at all; returns whether it was."""
         if self._path is None:
             edit(record, list)
             return False
@@ -356,14 +353,6 @@ class RecordFolder:
         return True
 
     def update(self, handoff_id: str, edit: Edit) -> Handoff | None:
-        """Apply an edit to a saved record and write it.
-
-        Returns:
-            The record as it is then; None: it was deleted.
-
-        Raises:
-            OSError: it could not be read or written.
-        """
         assert self._path is not None
         with locked(self._path) as held:
             record = self._read(held.descriptor, handoff_id)
@@ -373,11 +362,6 @@ class RecordFolder:
             return record
 
     def edit_unsaved(self, record: Handoff, edit: Edit) -> None:
-        """Apply an edit to a record that is in memory only.
-
-        Raises:
-            OSError: the folder cannot be used.
-        """
         if self._path is None:
             edit(record, list)
             return
@@ -393,11 +377,6 @@ class RecordFolder:
         return None
 
     def reread(self, record: Handoff) -> Handoff | None:
-        """Read a saved record again.
-
-        Returns:
-            The same object if its file did not change; None if it was deleted.
-        """
         if self._path is None:
             return record
         try:
@@ -411,7 +390,6 @@ class RecordFolder:
             return record
 
     def exists(self, handoff_id: str) -> bool:
-        """Return whether a record exists, even one that only another version can read."""
         if self._path is None:
             return False
         return os.path.lexists(self._path / (handoff_id + SUFFIX))
@@ -435,31 +413,17 @@ class RecordFolder:
             return News()
 
     def size(self) -> int:
-        """Return the bytes that all records take."""
         if self._path is None:
             return 0
         with locked(self._path) as held:
             return held.total
 
     def remove(self, record: Handoff) -> None:
-        """Remove a record.
-
-        Raises:
-            OSError: it could not be removed.
-        """
         if self._path is not None:
             with locked(self._path) as held:
                 self._remove(held, record.id)
 
     def remove_expired(self, record: Handoff) -> Handoff | None:
-        """Remove an expired record, unless another gateway has extended its lifetime.
-
-        Returns:
-            The extended record; None: it was removed.
-
-        Raises:
-            OSError: it could not be removed.
-        """
         if self._path is None:
             return None
         with locked(self._path) as held:

@@ -181,8 +181,6 @@ class SharedConnection:
     gateways, and the clocks.
 
     Args:
-        address: where the store is.
-        metrics: where exchanges are counted.
         clock: monotonic seconds.
 
     Attributes:
@@ -272,7 +270,6 @@ class SharedConnection:
 
         Args:
             operation: name of the exchange in the metrics.
-            fill: adds the commands.
         """
 
         def work(client: Client) -> list[Any]:
@@ -319,7 +316,7 @@ class SharedConnection:
             raise SettingsError(f"handoffs.shared: {error.message}") from None
 
     def memory(self) -> list[ServerMemory]:
-        """Return what each server of the store may take; see `ask`."""
+        """Return the memory limit of each server of the store; see `ask`."""
         found = self.ask(
             "look", lambda client: client.execute_command("INFO", "memory", **_all_nodes(client))
         )

@@ -31,7 +31,8 @@ from baton.library.shared.scripts import (
     WAS_REMOVED,
     WRITE_RECORD,
 )
-from baton_kv.stores.base import StoreError
+from baton.library.tiers import Deadline, read_into
+from baton_kv.stores.base import BytesReader, StoreError
 
 # Keep the records of handoffs in the shared store, where all gateways of a pool read and change them.
 #
@@ -50,6 +51,7 @@ from baton_kv.stores.base import StoreError
 CHANGING = set(Lease.model_fields)
 PENDING_MS = 15_000
 """A pending record whose gateway does not report for so long goes away."""
+FETCH_S = "handoffs.shared_fetch_s"
 TRIES = 100
 """Most times that a change is made again because another gateway was first."""
 READ_AT_ONCE = 64
@@ -64,10 +66,11 @@ def image_entry(record: Handoff) -> str:
 
 
 class SharedRecords:
-    """The records of a pool; see `baton.library.here.records.Records`. All calls block.
+    """The records of a pool; see `baton.library.here.records.Records`.
+
+    All calls block, and raise `HandoffStoreUnavailable` where the server fails.
 
     Args:
-        connection: to the store.
         files: the files of KV and images, which go with their records.
         budget: bytes that all handoffs may take in the shared store.
     """
@@ -85,7 +88,7 @@ class SharedRecords:
         self._log = structlog.get_logger("baton.handoffs")
 
     def announce(self, record: Handoff) -> None:
-        """Let other gateways know of a pending handoff, as long as `keep_pending` is called for it."""
+        """Show other gateways a pending handoff, as long as `keep_pending` is called for it."""
         try:
             record.announced = self._write(record, PENDING_MS, announced=False) == WRITTEN
         except HandoffStoreUnavailable as error:
@@ -93,11 +96,7 @@ class SharedRecords:
             self._log.warning("handoff_not_shared", handoff=record.id, reason=error.message)
 
     def keep_pending(self, ids: Sequence[str]) -> list[str]:
-        """Report that handoffs are still pending; returns those that were deleted meanwhile.
-
-        Raises:
-            HandoffStoreUnavailable: the store failed.
-        """
+        """Report that handoffs are still pending; returns those that were deleted meanwhile."""
         self._reported, *deleted = self._connection.run(
             "pending", KEEP_PENDING, [PENDING_MS, self._reported, *ids]
         )
@@ -360,10 +359,11 @@ def lifetime_ms(record: Handoff) -> int:
 
 
 class SharedImages:
-    """The images of a pool's handoffs; see `baton.library.tiers.Images`. All calls block.
+    """The images of a pool's handoffs; see `baton.library.here.images.Images`.
+
+    All calls block, and raise `HandoffStoreUnavailable` where the server fails.
 
     Args:
-        files: the files of the shared store.
         budget: bytes that all handoffs may take there.
         fetch_s: seconds in which the images of a handoff must have been fetched.
     """
@@ -376,7 +376,7 @@ class SharedImages:
 
     def save(self, record: Handoff) -> bool:
         files = [
-            SharedFile(_name(record, digest), len(data), partial(_read_into, data))
+            SharedFile(_name(record, digest), len(data), partial(read_into, BytesReader(data)))
             for digest, data in record.image_data.items()
         ]
         try:
@@ -390,10 +390,10 @@ class SharedImages:
         return True
 
     def read(self, record: Handoff) -> list[PlacedImage]:
-        held, until = dict(record.image_data), time.monotonic() + self._fetch_s
+        held, deadline = dict(record.image_data), Deadline.within(FETCH_S, self._fetch_s)
         for digest, size in {image.digest: image.bytes for image in record.images}.items():
             if digest not in held:
-                held[digest] = self._read(record, digest, size, until)
+                held[digest] = self._read(record, digest, size, deadline)
         return [placed_image(image, held[image.digest]) for image in record.images]
 
     def remove(self, record: Handoff) -> None:
@@ -406,9 +406,9 @@ class SharedImages:
     def sweep(self, *, wanted: Callable[[str], bool], older_than_s: float) -> None:
         """Leave them: what has no record goes by itself."""
 
-    def _read(self, record: Handoff, digest: str, size: int, until: float) -> bytes:
+    def _read(self, record: Handoff, digest: str, size: int, deadline: Deadline) -> bytes:
         try:
-            _, chunks = self._files.chunks(_name(record, digest), until, size)
+            _, chunks = self._files.chunks(_name(record, digest), deadline, size)
             data = b"".join(chunks)
         except StoreError as error:
             self._log.warning("handoff_image_unreadable", handoff=record.id, reason=str(error))
@@ -421,9 +421,3 @@ class SharedImages:
 
 def _name(record: Handoff, digest: str) -> str:
     return f"{record.key.partition('/')[0]}/m{digest}"
-
-
-def _read_into(data: bytes, start: int, view: memoryview) -> int:
-    part = data[start : start + len(view)]
-    view[: len(part)] = part
-    return len(part)
