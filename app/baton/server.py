@@ -41,7 +41,7 @@ from baton.library.here.images import ImageStore
 from baton.library.here.records import RecordFolder
 from baton.library.holdings import HandoffThreads
 from baton.library.library import Library
-from baton.library.tiers import EmptyStore, Here, Tier
+from baton.library.tiers import Here, Tier, nowhere
 from baton.pooling.service import Pooling
 from baton.relay.ahead import JoinsAhead
 from baton.relay.audit import Audits
@@ -72,19 +72,18 @@ def handoffs_of(settings: Settings, metrics: GatewayMetrics) -> Library:
     """
     threads = HandoffThreads(settings.admission.wait_s, metrics.queues)
     if not any(engine.handoff for engine in settings.engines):
-        nowhere = Here(EmptyStore(), RecordFolder(None), ImageStore(None))  # type: ignore[abstract]  # see there
-        return Library(settings.handoffs, nowhere, metrics.handoffs, threads=threads)
+        return Library(settings.handoffs, nowhere(), metrics.handoffs, threads=threads)
     try:
         store = open_store(settings.handoff_store, budget=int(settings.handoffs.budget))
         folder = Path(settings.handoff_store.removeprefix("file:"))
         if settings.handoffs.shared is not None:
-            from baton.library.shared.storage import open_shared  # valkey, which others do without
+            from baton.library.valkey.pool import open_pool  # valkey, which others do without
 
-            tier: Tier = open_shared(settings.handoffs, store, folder, metrics.shared_store)
+            tier: Tier = open_pool(settings.handoffs, store, folder, metrics.shared_store)
         else:
             tier = Here(store, RecordFolder(folder / RECORDS), ImageStore(folder / IMAGES))
         if settings.handoffs.archive is not None:
-            from baton.library.archive.storage import open_archived  # obstore, which others do without
+            from baton.library.archive.tier import open_archived  # obstore, which others do without
 
             tier = open_archived(settings.handoffs, tier.here, folder, metrics.archive)
     except StoreError as error:

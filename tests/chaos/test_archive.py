@@ -19,7 +19,7 @@ from support.shared_stores import ENGINE
 from baton.admission import breaker
 from baton.errors import HandoffNotFound, HandoffStoreUnavailable
 from baton.library.archive import records as archive_records
-from baton.library.archive import storage as archive_storage
+from baton.library.archive import tier as archive_tier
 from baton.library.archive.archiver import remove_expired
 
 pytestmark = [
@@ -136,7 +136,7 @@ async def test_nothing_deleted_comes_back_and_no_change_is_lost_over_a_service_t
     site: tuple[Archive, S3Proxy], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     archive, proxy = site
-    monkeypatch.setattr(archive_storage, "LOOK_AGAIN_S", 0.0)
+    monkeypatch.setattr(archive_tier, "LOOK_AGAIN_S", 0.0)
     monkeypatch.setattr(archive_records, "UNKNOWN_FOR_S", 0.0)
     monkeypatch.setattr(breaker, "REST_S", 0.05)
     seed = random.randrange(1 << 30)

@@ -20,9 +20,9 @@ from support.shared_stores import BINARIES, ENGINE, Machine, machine, must_run, 
 from baton.engines.kv_transfer import TransferReport, TransferRequest
 from baton.errors import HandoffNotFound, HandoffPinsFull
 from baton.images.placed_image import PlacedImage
-from baton.library.archive import storage as archive_storage
+from baton.library.archive import tier as archive_tier
 from baton.library.handoff import Handoff, HandoffState
-from baton.library.shared.records import SharedRecords
+from baton.library.valkey.records import ValkeyRecords
 
 PRESENT = {"seaweedfs": WEED, **BINARIES}
 KINDS = {"valkey": ["valkey"], "redis": ["redis"], "s3": ["seaweedfs"], "valkey+s3": ["valkey", "seaweedfs"]}
@@ -45,7 +45,7 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Archive]:
 def make(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """Makes a machine by its name, over a far store that is empty at first."""
     needs = KINDS[request.param]
-    monkeypatch.setattr(archive_storage, "LOOK_AGAIN_S", 0.0)
+    monkeypatch.setattr(archive_tier, "LOOK_AGAIN_S", 0.0)
     with ExitStack() as stack:
         shared, archive = None, None
         if needs[0] != "seaweedfs":
@@ -80,7 +80,7 @@ async def test_every_field_of_a_lease_reaches_other_machines(make: Make) -> None
     left = await one.leave(pin=True)
     found = await two.handoffs.get(left.id, "local")
     assert (found.pin, found.bytes) == (True, left.bytes)
-    shared = isinstance(one.storage.here.records, SharedRecords)
+    shared = isinstance(one.storage.here.records, ValkeyRecords)
     values = told() if shared else without_savers(told())
     record = await one.handoffs.get(left.id, "local")
     await asyncio.to_thread(one.storage.change, record, writing(values))

@@ -21,12 +21,12 @@ import pytest
 from obstore.store import S3Store
 
 from baton.config.groups import HandoffSettings
-from baton.library.archive.storage import Archived, open_archived
+from baton.library.archive.tier import Archived, open_archived
 from baton.library.here.images import ImageStore
 from baton.library.here.records import RecordFolder
 from baton.library.library import Library
-from baton.library.shared.storage import open_shared
 from baton.library.tiers import Here
+from baton.library.valkey.pool import open_pool
 from baton.telemetry.metrics import GatewayMetrics
 from baton_kv.stores.file import IMAGES, RECORDS, FileStore
 from support.gateways import free_port
@@ -237,7 +237,7 @@ def archived_machine(
     root, metrics = folder / "store", GatewayMetrics()
     store = FileStore(root)
     here = (
-        open_shared(chosen, store, root, metrics.shared_store)
+        open_pool(chosen, store, root, metrics.shared_store)
         if shared is not None
         else Here(store, RecordFolder(root / RECORDS), ImageStore(root / IMAGES))
     )

@@ -20,7 +20,7 @@ from baton.engines.kv_transfer import TransferReport, TransferRequest
 from baton.errors import HandoffImagesLost, HandoffNotFound, SettingsError
 from baton.images.placed_image import PlacedImage
 from baton.library.archive.archiver import remove_expired
-from baton.library.archive.storage import LOOK_AGAIN_S
+from baton.library.archive.tier import LOOK_AGAIN_S
 from baton.library.handoff import Handoff, HandoffState
 from baton.library.library import Library
 

@@ -9,12 +9,9 @@ import pytest
 from baton.config.groups import HandoffSettings
 from baton.errors import HandoffNotFound
 from baton.library.handoff import Handoff, HandoffState, new_id
-from baton.library.here.images import ImageStore
-from baton.library.here.records import RecordFolder
 from baton.library.library import Library
-from baton.library.tiers import Here
+from baton.library.tiers import nowhere
 from baton.telemetry.metrics import GatewayMetrics
-from baton_kv.stores.memory import MemoryStore
 
 pytestmark = pytest.mark.fault("E19")
 MANY = 10_000
@@ -27,7 +24,7 @@ def record(created_at: float, tenant: str = "acme", **more: Any) -> Handoff:
 
 @pytest.fixture
 def handoffs() -> Library:
-    storage = Here(MemoryStore(), RecordFolder(None), ImageStore(None))
+    storage = nowhere()
     return Library(HandoffSettings(), storage, GatewayMetrics().handoffs)
 
 

@@ -23,9 +23,9 @@ from baton.library.here.images import ImageStore
 from baton.library.here.records import News, RecordFolder
 from baton.library.holdings import FETCHES, PUSHES, THREADS, HandoffThreads
 from baton.library.library import Library
-from baton.library.tiers import Here, Pool
+from baton.library.tiers import Here, Pool, nowhere
 from baton.telemetry.metrics import GatewayMetrics
-from baton_kv.stores.memory import MemoryStore
+from baton_kv.stores.file import FileStore
 
 pytestmark = [pytest.mark.fault("E19"), pytest.mark.timeout(60)]
 FLOOD = 200
@@ -67,7 +67,7 @@ class SlowStorage(Here):
 
 def slow_handoffs(wait_s: float | None = None) -> tuple[SlowStorage, Library]:
     records = RecordFolder(None)
-    storage = SlowStorage(MemoryStore(), records, ImageStore(None), cast("Pool", object()))
+    storage = SlowStorage(nowhere().store, records, ImageStore(None), cast("Pool", object()))
     metrics = GatewayMetrics()
     threads = HandoffThreads(wait_s, metrics.queues)
     library = Library(HandoffSettings(), storage, metrics.handoffs, threads=threads)
@@ -185,6 +185,29 @@ async def test_a_save_that_holds_the_budgets_lock_does_not_wait_behind_its_tenan
         record.tokens.extend(range(64))
         await asyncio.wait_for(handoffs._saving._write_record(record), 20)
     await end(storage, tasks)
+
+
+async def test_a_deletion_that_is_refused_leaves_the_handoff_and_another_is_final(tmp_path: Path) -> None:
+    """A handoff that is gone here and has its record still would be back after a restart."""
+    store, threads = FileStore(tmp_path / "store"), HandoffThreads(wait_s=0.01)
+    tier = Here(store, RecordFolder(tmp_path / "records"), ImageStore(tmp_path / "images"))
+    handoffs = Library(HandoffSettings(), tier, GatewayMetrics().handoffs, threads=threads)
+    record = handoffs.begin(ENGINE, "local")
+    handoffs.end(record, TransferRequest(report=TransferReport(saves=False)), range(64))
+    await handoffs.settled(record, 20)
+    await asyncio.gather(*handoffs.background.running)
+    go = threading.Event()
+    busy = [asyncio.ensure_future(threads.storage.run("local", go.wait, 50)) for _ in range(THREADS)]
+    await asyncio.sleep(0)
+    with pytest.raises(GatewayOverloaded):
+        await handoffs.delete(record)
+    go.set()
+    await asyncio.gather(*busy)
+    assert await handoffs.get(record.id, "local") is record
+    await handoffs.delete(record)
+    with pytest.raises(HandoffNotFound):
+        await handoffs.get(record.id, "local")
+    assert not list((tmp_path / "records").glob("*.json"))
 
 
 async def test_lists_do_not_wait_behind_removals() -> None:

@@ -16,7 +16,7 @@ from baton.admission import breaker
 from baton.errors import HandoffStoreUnavailable, SettingsError
 from baton.library.handoff import Handoff
 from baton.library.library import Library
-from baton.library.shared.connection import SharedAddress, open_client
+from baton.library.valkey.connection import ValkeyAddress, open_client
 
 
 async def reaches(handoffs: Library, record: Handoff, within_s: float) -> Handoff:
@@ -62,7 +62,7 @@ async def test_a_node_of_a_cluster_that_hangs_is_a_store_that_hangs(
         two = machine(tmp_path / "two", nodes[1].url, shared_timeout_s=0.5)
         record = await one.leave()
         name = one.pool.connection.own_key("r")
-        owner = open_client(SharedAddress(nodes[0].url, "baton", b"")).get_node_from_key(name).port
+        owner = open_client(ValkeyAddress(nodes[0].url, "baton", b"")).get_node_from_key(name).port
         holder = next(node for node in nodes if urlsplit(node.url).port == owner)
         with holder.stopped():
             began = time.monotonic()
@@ -130,6 +130,6 @@ def test_an_address_of_sentinel_that_cannot_be_read_ends_the_start(url: str, tmp
 def test_a_password_that_breaks_the_address_is_not_in_the_error(kind: str, password: str) -> None:
     url = f"valkey{kind}://:{password}@127.0.0.1:1/0"
     with pytest.raises(SettingsError, match=r"shared_password_file|name the primary") as caught:
-        open_client(SharedAddress(url, "baton", b"x" * 32))
+        open_client(ValkeyAddress(url, "baton", b"x" * 32))
     assert password[:2] not in str(caught.value)
     assert caught.value.__cause__ is None

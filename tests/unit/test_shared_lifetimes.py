@@ -16,10 +16,10 @@ from support.wire import wait_for
 from baton.engines.kv_transfer import TransferRequest
 from baton.errors import HandoffNotFound, HandoffStoreUnavailable
 from baton.library.handoff import HandoffState
-from baton.library.shared import files as pool_files
-from baton.library.shared import records as shared_records
-from baton.library.shared.files import CHUNK_BYTES, CHUNKS_AT_ONCE, SharedFile
 from baton.library.tiers import Deadline
+from baton.library.valkey import files as pool_files
+from baton.library.valkey import records as shared_records
+from baton.library.valkey.files import CHUNK_BYTES, CHUNKS_AT_ONCE, ValkeyFile
 from baton_kv.stores.base import StoreError
 
 
@@ -62,7 +62,7 @@ def test_a_file_that_takes_long_to_write_is_whole_and_never_without_an_end(
         view[:] = data[start : start + len(view)]
         return len(view)
 
-    one.pool.files.write(SharedFile("scope/slow", len(data), slowly), 60_000, time.monotonic() + 60)
+    one.pool.files.write(ValkeyFile("scope/slow", len(data), slowly), 60_000, time.monotonic() + 60)
     assert -1 not in lives
     assert read_back(one, "scope/slow") == data
 
@@ -78,7 +78,7 @@ def test_a_file_of_which_a_part_has_expired_is_not_put_in_place(
         return len(view)
 
     with pytest.raises(StoreError):
-        one.pool.files.write(SharedFile("scope/stalled", size, stalls), 60_000, time.monotonic() + 60)
+        one.pool.files.write(ValkeyFile("scope/stalled", size, stalls), 60_000, time.monotonic() + 60)
     wait_for(lambda: rows(server) == {}, "something stays")
 
 

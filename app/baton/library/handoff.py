@@ -249,7 +249,9 @@ class Lease(BaseModel):
 
 
 SAVERS = frozenset({"state", "error", "bytes"})
-"""Fields of a lease that only the gateway knows which saves the handoff, until it is saved."""
+"""Fields of a lease that each machine knows by itself: how it saved the handoff, and what KV it has."""
+UNSAVED = SAVERS | {"audit", "archived"}
+"""Fields that only the gateway knows which saves the handoff, until it is saved."""
 
 
 class Context(NamedTuple):

@@ -11,7 +11,7 @@ import structlog
 from baton.admission.fair_queue import FairQueue, QueueLimits, watched_queue
 from baton.admission.fair_threads import FairThreads
 from baton.errors import BatonError, GatewayOverloaded
-from baton.library.handoff import SAVERS, Handoff, HandoffState
+from baton.library.handoff import UNSAVED, Handoff, HandoffState
 from baton.library.here.records import Edit
 from baton.library.index import HandoffIndex
 from baton.library.tiers import Tier
@@ -166,7 +166,7 @@ class Holdings:
         if now is None:
             self.index.forget(known)
         elif now is not known and now.revision > known.revision:
-            known.take(now, but={*SAVERS, "revision", "pin"})  # with those it is written over this one
+            known.take(now, but={*UNSAVED, "revision", "pin"})  # with those it is written over this one
             self.index.expire_in(known, self.seconds_left(known))
 
     async def change(self, record: Handoff, edit: Edit, *, patient: bool = False) -> None:

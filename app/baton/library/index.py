@@ -7,7 +7,7 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
 from baton.library.handoff import Footprint, Handoff, HandoffState
-from baton.library.prefixes import BLOCK, PrefixIndex, shared_tokens
+from baton.library.prefixes import BLOCK, PrefixIndex, common_tokens
 
 FORGOTTEN_IDS = 10_000
 """Most ids of forgotten handoffs that are remembered, so that a late file does not bring one back."""
@@ -96,7 +96,7 @@ class HandoffIndex:
             for each in self._tenants.get(record.tenant, {}).values()
             if each.id != record.id
             and each.weights == record.weights
-            and shared_tokens(each.distinct_tokens, tokens) >= BLOCK
+            and common_tokens(each.distinct_tokens, tokens) >= BLOCK
         ]
 
     def relatives(self, record: Handoff) -> list[Handoff]:

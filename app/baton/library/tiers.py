@@ -21,8 +21,8 @@ import structlog
 from baton.errors import HandoffPinsFull, HandoffStoreUnavailable
 from baton.images.placed_image import PlacedImage
 from baton.library.handoff import Handoff, is_handoff_key, scope_of
-from baton.library.here.images import Images
-from baton.library.here.records import Edit, Records, proof_of
+from baton.library.here.images import Images, ImageStore
+from baton.library.here.records import Edit, RecordFolder, Records, proof_of
 from baton_kv.entry_files import shared_keys
 from baton_kv.secret import store_secret
 from baton_kv.stores.base import Reader, SharedFiles, Store, StoreError
@@ -435,10 +435,10 @@ class Here:
 
     def quarantine_here(self, record: Handoff) -> None:
         """Move KV away that is here, whatever the pool has."""
-        shared = 0
-        while self.store.exists(record.key, shared):
-            shared += 1
-        for part in range(shared - 1, -1, -1):
+        parts = 0
+        while self.store.exists(record.key, parts):
+            parts += 1
+        for part in range(parts - 1, -1, -1):
             self.store.quarantine(record.key, part)
         self.store.quarantine(record.key)
 
@@ -479,7 +479,7 @@ class Here:
 
 
 class EmptyStore(Store):
-    """The store of a gateway none of whose engines supports handoffs: none is saved, so no more is asked."""
+    """A store without entries, and of which no more is asked."""
 
     def bytes_of(self, _key: str) -> int:
         return 0
@@ -489,3 +489,8 @@ class EmptyStore(Store):
 
     def sweep(self, *, wanted: Callable[[str], bool], older_than_s: float) -> int:
         return 0
+
+
+def nowhere() -> Here:
+    """Return the tier of a gateway none of whose engines supports handoffs: it stores nothing."""
+    return Here(EmptyStore(), RecordFolder(None), ImageStore(None))  # type: ignore[abstract]  # no more is asked

@@ -12,7 +12,7 @@ from baton.engines.kv_transfer import TransferReport, TransferRequest
 from baton.engines.port import Engine, Json, Operation, Reply, StreamReply, WholeReply
 from baton.library.handoff import Context, Conversation, Handoff
 from baton.library.library import Library
-from baton.library.prefixes import shared_tokens
+from baton.library.prefixes import common_tokens
 from baton.relay.asked import WRITTEN_BY_THE_ENGINE
 from baton.relay.audit import Audits
 from baton.relay.cost import Decision
@@ -334,7 +334,7 @@ class PlannedRequest:
             shown |= self.translated.public(source)
             if self.translated.computed and self.exact:
                 shown |= {"outcome": "translated", "reason": None}
-        shown["shared_tokens"] = shared_tokens(source.distinct_tokens, report.distinct_prompt)
+        shown["shared_tokens"] = common_tokens(source.distinct_tokens, report.distinct_prompt)
         shown["resent_messages"] = self.prompt.resent
         if self.parts:
             shown["parts"] = self._parts()

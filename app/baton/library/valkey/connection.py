@@ -29,7 +29,7 @@ from valkey.sentinel import Sentinel
 
 from baton.admission.breaker import REST_S, Breaker
 from baton.errors import HandoffStoreUnavailable, SettingsError
-from baton.library.shared.scripts import CHECK, READ_FIELDS
+from baton.library.valkey.scripts import CHECK, READ_FIELDS
 from baton.telemetry.metrics import SharedStoreMetrics
 
 # Make the client of the shared store: one server, a cluster, or a primary that Sentinel names.
@@ -42,7 +42,7 @@ Client = Any
 
 
 @dataclass(frozen=True)
-class SharedAddress:
+class ValkeyAddress:
     """Where the shared store is, and how it is asked.
 
     Attributes:
@@ -63,7 +63,7 @@ class SharedAddress:
     ca_file: str | None = None
 
 
-def open_client(address: SharedAddress) -> Client:
+def open_client(address: ValkeyAddress) -> Client:
     """Return a client for an address. A cluster is asked for its nodes at once, others at the first exchange.
 
     Raises:
@@ -101,7 +101,7 @@ def _checked(url: str, scheme: str) -> str:
     return urlunsplit(parts._replace(scheme=scheme))
 
 
-def _named_by_sentinel(address: SharedAddress, *, tls: bool) -> Client:
+def _named_by_sentinel(address: ValkeyAddress, *, tls: bool) -> Client:
     """Return a client of the primary that Sentinel names; the sentinels are asked without a password.
 
     Raises:
@@ -137,7 +137,7 @@ def _host_and_port(text: str) -> tuple[str, int]:
     return parts.hostname, parts.port or SENTINEL_PORT
 
 
-def _options(address: SharedAddress) -> dict[str, Any]:
+def _options(address: ValkeyAddress) -> dict[str, Any]:
     options: dict[str, Any] = {
         "protocol": 2,
         "socket_timeout": address.timeout_s,
@@ -174,7 +174,7 @@ class ServerMemory:
     policy: str
 
 
-class SharedConnection:
+class ValkeyConnection:
     """A connection pool to the shared store, safe to use from several threads.
 
     The first exchange, the first after a failure, and one a minute compares the secret with that of the other
@@ -189,7 +189,7 @@ class SharedConnection:
 
     def __init__(
         self,
-        address: SharedAddress,
+        address: ValkeyAddress,
         metrics: SharedStoreMetrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -13,10 +13,10 @@ from baton.config.groups import HandoffSettings
 from baton.errors import HandoffPinsFull, HandoffStoreUnavailable, SettingsError
 from baton.library.handoff import Handoff, scope_of
 from baton.library.here.records import pool_secret
-from baton.library.shared.connection import SharedAddress, SharedConnection, number
-from baton.library.shared.files import PoolFiles, Room, SharedFile
-from baton.library.shared.records import FETCH_S, SharedImages, SharedRecords, lifetime_ms
 from baton.library.tiers import PINNED_SHARE, Deadline, Here, copy_entry, opened, read_into
+from baton.library.valkey.connection import ValkeyAddress, ValkeyConnection, number
+from baton.library.valkey.files import Room, ValkeyFile, ValkeyFiles
+from baton.library.valkey.records import FETCH_S, ValkeyImages, ValkeyRecords, lifetime_ms
 from baton.telemetry.metrics import SharedStoreMetrics
 from baton_kv.secret import install_secret
 from baton_kv.stores.base import Store
@@ -40,9 +40,9 @@ class ValkeyPool:
         fetch_s: seconds in which a handoff's KV must have been fetched.
     """
 
-    connection: SharedConnection
-    files: PoolFiles
-    records: SharedRecords
+    connection: ValkeyConnection
+    files: ValkeyFiles
+    records: ValkeyRecords
     budget: int
     fetch_s: float
 
@@ -65,7 +65,7 @@ class ValkeyPool:
     def push(self, record: Handoff, store: Store) -> None:
         room = Room(self.budget, lifetime_ms(record), automatic=record.automatic)
         with opened(store, record.key) as found:
-            files = [SharedFile(name, len(reader), partial(read_into, reader)) for name, reader in found]
+            files = [ValkeyFile(name, len(reader), partial(read_into, reader)) for name, reader in found]
             self.files.push(record.key, files, room)
 
     def fetch(self, record: Handoff, store: Store, within_s: float) -> int:
@@ -109,7 +109,7 @@ class ValkeyPool:
             self.files.drop([record.key])
 
 
-def open_shared(settings: HandoffSettings, store: Store, folder: Path, metrics: SharedStoreMetrics) -> Here:
+def open_pool(settings: HandoffSettings, store: Store, folder: Path, metrics: SharedStoreMetrics) -> Here:
     """Open this machine's tier with the pool of the settings, which other machines share.
 
     Raises:
@@ -117,21 +117,21 @@ def open_shared(settings: HandoffSettings, store: Store, folder: Path, metrics: 
             gateway. A shared store that does not answer is no reason: it is used once it does.
     """
     address = address_of(settings)
-    connection = SharedConnection(address, metrics)
+    connection = ValkeyConnection(address, metrics)
     connection.require_usable()
     try:
         install_secret(folder, address.secret)
     except (OSError, ValueError) as error:
         raise SettingsError(f"handoffs.store: {error}") from None
     budget = int(settings.shared_budget)
-    files = PoolFiles(connection, metrics)
-    records = SharedRecords(connection, files, budget)
-    images = SharedImages(files, budget, settings.shared_fetch_s)
+    files = ValkeyFiles(connection, metrics)
+    records = ValkeyRecords(connection, files, budget)
+    images = ValkeyImages(files, budget, settings.shared_fetch_s)
     pool = ValkeyPool(connection, files, records, budget, settings.shared_fetch_s)
     return Here(store, records, images, pool, int(settings.budget))
 
 
-def address_of(settings: HandoffSettings) -> SharedAddress:
+def address_of(settings: HandoffSettings) -> ValkeyAddress:
     """Return the address of the shared store, with what the files of the settings say.
 
     Raises:
@@ -141,7 +141,7 @@ def address_of(settings: HandoffSettings) -> SharedAddress:
     assert settings.shared_secret_file is not None
     password = settings.shared_password_file
     ca_file = settings.shared_ca_file
-    return SharedAddress(
+    return ValkeyAddress(
         settings.shared,
         settings.shared_pool,
         pool_secret(settings.shared_secret_file),

@@ -17,12 +17,13 @@ from pydantic import ValidationError
 
 from baton.errors import HandoffImagesLost, HandoffStoreUnavailable
 from baton.images.placed_image import PlacedImage
-from baton.library.handoff import SAVERS, Footprint, Handoff, Lease
+from baton.library.handoff import UNSAVED, Footprint, Handoff, Lease
 from baton.library.here.images import placed_image
 from baton.library.here.records import ID, MAX_RECORD_BYTES, Edit, News, RecordDeleted
-from baton.library.shared.connection import SharedConnection, number
-from baton.library.shared.files import PoolFiles, Room, SharedFile
-from baton.library.shared.scripts import (
+from baton.library.tiers import Deadline, read_into
+from baton.library.valkey.connection import ValkeyConnection, number
+from baton.library.valkey.files import Room, ValkeyFile, ValkeyFiles
+from baton.library.valkey.scripts import (
     CHANGE_RECORD,
     KEEP_PENDING,
     NEWS,
@@ -31,7 +32,6 @@ from baton.library.shared.scripts import (
     WAS_REMOVED,
     WRITE_RECORD,
 )
-from baton.library.tiers import Deadline, read_into
 from baton_kv.stores.base import BytesReader, StoreError
 
 # Keep the records of handoffs in the shared store, where all gateways of a pool read and change them.
@@ -65,7 +65,7 @@ def image_entry(record: Handoff) -> str:
     return f"{record.key}:m"
 
 
-class SharedRecords:
+class ValkeyRecords:
     """The records of a pool; see `baton.library.here.records.Records`.
 
     All calls block, and raise `HandoffStoreUnavailable` where the server fails.
@@ -75,7 +75,7 @@ class SharedRecords:
         budget: bytes that all handoffs may take in the shared store.
     """
 
-    def __init__(self, connection: SharedConnection, files: PoolFiles, budget: int) -> None:
+    def __init__(self, connection: ValkeyConnection, files: ValkeyFiles, budget: int) -> None:
         self._connection = connection
         self._files = files
         self._budget = budget
@@ -124,7 +124,7 @@ class SharedRecords:
                 return answer
             if (pending := self.read(record.id)) is None:
                 continue
-            record.take(pending, but=SAVERS)
+            record.take(pending, but=UNSAVED)
         raise HandoffStoreUnavailable()
 
     def update(self, handoff_id: str, edit: Edit) -> Handoff | None:
@@ -358,7 +358,7 @@ def lifetime_ms(record: Handoff) -> int:
     return max(1, int((record.expires_at - time.time()) * 1000))
 
 
-class SharedImages:
+class ValkeyImages:
     """The images of a pool's handoffs; see `baton.library.here.images.Images`.
 
     All calls block, and raise `HandoffStoreUnavailable` where the server fails.
@@ -368,7 +368,7 @@ class SharedImages:
         fetch_s: seconds in which the images of a handoff must have been fetched.
     """
 
-    def __init__(self, files: PoolFiles, budget: int, fetch_s: float) -> None:
+    def __init__(self, files: ValkeyFiles, budget: int, fetch_s: float) -> None:
         self._files = files
         self._budget = budget
         self._fetch_s = fetch_s
@@ -376,7 +376,7 @@ class SharedImages:
 
     def save(self, record: Handoff) -> bool:
         files = [
-            SharedFile(_name(record, digest), len(data), partial(read_into, BytesReader(data)))
+            ValkeyFile(_name(record, digest), len(data), partial(read_into, BytesReader(data)))
             for digest, data in record.image_data.items()
         ]
         try:

@@ -19,9 +19,9 @@ from functools import partial
 from typing import Any
 
 from baton.errors import HandoffStoreUnavailable
-from baton.library.shared.connection import Client, SharedConnection, number
-from baton.library.shared.scripts import BEFORE_OTHERS_US, BEGIN_FILE, DROP, PIN, PLACE_FILE, RESERVE
 from baton.library.tiers import Deadline, FetchCutOff
+from baton.library.valkey.connection import Client, ValkeyConnection, number
+from baton.library.valkey.scripts import BEFORE_OTHERS_US, BEGIN_FILE, DROP, PIN, PLACE_FILE, RESERVE
 from baton.telemetry.metrics import SharedStoreMetrics
 from baton_kv.stores.base import MAX_SHARED, EntryMissing, StoreError, StoreFull
 
@@ -43,7 +43,7 @@ ReadInto = Callable[[int, memoryview], int]
 
 
 @dataclass(frozen=True)
-class SharedFile:
+class ValkeyFile:
     """A file that an entry needs.
 
     Attributes:
@@ -74,13 +74,13 @@ class Room:
     automatic: bool = False
 
 
-class PoolFiles:
+class ValkeyFiles:
     """Writes, reads and removes files of the shared store.
 
     All calls block, and raise `HandoffStoreUnavailable` where the server fails.
     """
 
-    def __init__(self, connection: SharedConnection, metrics: SharedStoreMetrics) -> None:
+    def __init__(self, connection: ValkeyConnection, metrics: SharedStoreMetrics) -> None:
         self._connection = connection
         self._metrics = metrics
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="shared-store")
@@ -89,7 +89,7 @@ class PoolFiles:
         """Begin no more exchanges of files; those under way end by their deadlines."""
         self._threads.shutdown(wait=False)
 
-    def push(self, entry: str, files: Sequence[SharedFile], room: Room) -> None:
+    def push(self, entry: str, files: Sequence[ValkeyFile], room: Room) -> None:
         """Write an entry's files, as a whole or not at all. Files that are there already are not written.
 
         Args:
@@ -237,7 +237,7 @@ class PoolFiles:
         if answer[0] != 1:
             raise StoreFull("the shared store is full")
 
-    def write(self, file: SharedFile, lifetime_ms: int, until: float) -> None:
+    def write(self, file: ValkeyFile, lifetime_ms: int, until: float) -> None:
         """Write one file, if it is not there; nobody counts it or looks for room.
 
         Args:
@@ -266,7 +266,7 @@ class PoolFiles:
             raise StoreError(f"a part of {file.name} expired while it was written")
         self._metrics.moved("push", file.size)
 
-    def _write_chunks(self, aside: str, file: SharedFile, until: float) -> None:
+    def _write_chunks(self, aside: str, file: ValkeyFile, until: float) -> None:
         """Write a file's chunks; while some are on their way, the next ones are read."""
         head = [file.size, CHUNK_BYTES, WRITING_MS]
         self._connection.ask("push", lambda client: client.eval(BEGIN_FILE, 1, aside, *head))
@@ -298,7 +298,7 @@ class PoolFiles:
         except RuntimeError:  # closed
             raise HandoffStoreUnavailable() from None
 
-    def _require_counted(self, files: Sequence[SharedFile]) -> None:
+    def _require_counted(self, files: Sequence[ValkeyFile]) -> None:
         """Remove files again that were evicted while they were written.
 
         Who evicts removes the row of the index first and the bytes then, so one of the two sees it.
