@@ -79,7 +79,8 @@ def handoffs_of(settings: Settings, metrics: GatewayMetrics) -> Library:
         if settings.handoffs.shared is not None:
             from baton.library.valkey.pool import open_pool  # valkey, which others do without
 
-            tier: Tier = open_pool(settings.handoffs, store, folder, metrics.shared_store)
+            pool = open_pool(settings.handoffs, folder, metrics.shared_store)
+            tier: Tier = Here(store, pool.records, pool.images, pool, int(settings.handoffs.budget))
         else:
             tier = Here(store, RecordFolder(folder / RECORDS), ImageStore(folder / IMAGES))
         if settings.handoffs.archive is not None:

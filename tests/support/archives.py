@@ -236,10 +236,10 @@ def archived_machine(
     chosen = HandoffSettings(**given | settings)
     root, metrics = folder / "store", GatewayMetrics()
     store = FileStore(root)
-    here = (
-        open_pool(chosen, store, root, metrics.shared_store)
-        if shared is not None
-        else Here(store, RecordFolder(root / RECORDS), ImageStore(root / IMAGES))
-    )
+    if shared is None:
+        here = Here(store, RecordFolder(root / RECORDS), ImageStore(root / IMAGES))
+    else:
+        pool = open_pool(chosen, root, metrics.shared_store)
+        here = Here(store, pool.records, pool.images, pool, int(chosen.budget))
     storage = open_archived(chosen, here, root, metrics.archive)
     return ArchivedMachine(store, storage, Library(chosen, storage, metrics.handoffs), metrics)  # type: ignore[arg-type]

@@ -21,8 +21,8 @@ from prometheus_client import CollectorRegistry
 from baton.config.groups import HandoffSettings
 from baton.errors import HandoffPinsFull, HandoffStoreUnavailable
 from baton.library.handoff import Handoff
+from baton.library.here.entries import Deadline
 from baton.library.saving import ChangeRules
-from baton.library.tiers import Deadline
 from baton.library.valkey.connection import ValkeyAddress, ValkeyConnection
 from baton.library.valkey.files import Room, ValkeyFile, ValkeyFiles
 from baton.library.valkey.records import ValkeyRecords

@@ -22,7 +22,7 @@ from baton.engines.fake.engine import FakeEngine
 from baton.engines.kv_transfer import TransferRequest
 from baton.library.handoff import Handoff
 from baton.library.library import Library
-from baton.library.tiers import Tier
+from baton.library.tiers import Here, Tier
 from baton.library.valkey.pool import ValkeyPool, open_pool
 from baton.telemetry.metrics import GatewayMetrics
 from baton_kv.entry_format import EntryDescription, LayerShape, Part
@@ -169,5 +169,6 @@ def machine(folder: Path, url: str, secret: str = SECRET, **settings: Any) -> Ma
         **{"shared": url, "shared_secret_file": folder / "secret.txt", "shared_timeout_s": 5} | settings
     )
     store, metrics = FileStore(folder / "store"), GatewayMetrics()
-    storage = open_pool(chosen, store, folder / "store", metrics.shared_store)
+    pool = open_pool(chosen, folder / "store", metrics.shared_store)
+    storage = Here(store, pool.records, pool.images, pool, int(chosen.budget))
     return Machine(store, storage, Library(chosen, storage, metrics.handoffs), metrics)

@@ -25,7 +25,7 @@ from baton.library.archive import copies as archive_files
 from baton.library.archive.archiver import Archiver, remove_expired
 from baton.library.archive.copies import LocalFile, Pace
 from baton.library.handoff import Handoff, HandoffAudit
-from baton.library.tiers import read_into
+from baton.library.here.entries import read_into
 from baton_kv.stores.base import BytesReader, StoreError, StoreFull
 
 pytestmark = with_s3

@@ -23,7 +23,7 @@ from baton.library.here.images import ImageStore
 from baton.library.here.records import News, RecordFolder
 from baton.library.holdings import FETCHES, PUSHES, THREADS, HandoffThreads
 from baton.library.library import Library
-from baton.library.tiers import Here, Pool, nowhere
+from baton.library.tiers import Here, nowhere
 from baton.telemetry.metrics import GatewayMetrics
 from baton_kv.stores.file import FileStore
 
@@ -67,7 +67,7 @@ class SlowStorage(Here):
 
 def slow_handoffs(wait_s: float | None = None) -> tuple[SlowStorage, Library]:
     records = RecordFolder(None)
-    storage = SlowStorage(nowhere().store, records, ImageStore(None), cast("Pool", object()))
+    storage = SlowStorage(nowhere().store, records, ImageStore(None), cast("Any", object()))
     metrics = GatewayMetrics()
     threads = HandoffThreads(wait_s, metrics.queues)
     library = Library(HandoffSettings(), storage, metrics.handoffs, threads=threads)

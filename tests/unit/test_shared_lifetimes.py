@@ -16,7 +16,7 @@ from support.wire import wait_for
 from baton.engines.kv_transfer import TransferRequest
 from baton.errors import HandoffNotFound, HandoffStoreUnavailable
 from baton.library.handoff import HandoffState
-from baton.library.tiers import Deadline
+from baton.library.here.entries import Deadline
 from baton.library.valkey import files as pool_files
 from baton.library.valkey import records as shared_records
 from baton.library.valkey.files import CHUNK_BYTES, CHUNKS_AT_ONCE, ValkeyFile
@@ -44,7 +44,7 @@ async def test_a_late_report_that_it_is_pending_does_not_end_a_saved_handoff(
 ) -> None:
     one = machine(tmp_path / "one", server.url)
     record = await one.leave(ttl_s=600)
-    assert one.pool.keep_pending([record.id]) == []  # it was on its way while the record was written
+    assert one.pool.records.keep_pending([record.id]) == []  # it was on its way while the record was written
     assert server.client.ttl(f"baton:{{i}}:r:{record.id}") > 500
     assert server.client.zscore("baton:{i}:ends", record.id) / 1000 > time.time() + 500
 
@@ -112,7 +112,7 @@ async def test_a_gateway_that_was_cut_off_while_it_generated_saves_its_handoff_a
     server.client.zadd("baton:{i}:ends", {record.id: 1})
     await two.leave()  # which removes what has expired
     assert server.client.zscore("baton:{i}:gone", record.id)
-    assert one.pool.keep_pending([record.id]) == []
+    assert one.pool.records.keep_pending([record.id]) == []
     listed, _ = await one.handoffs.page("local", limit=9, after=None)
     assert record.id in {each.id for each in listed}
     assert await one.handoffs.get(record.id, "local") is record
@@ -130,7 +130,7 @@ async def test_what_was_deleted_while_it_was_pending_stays_deleted(
     record = one.handoffs.begin(ENGINE, "local")
     await one.quiet()
     await two.handoffs.delete(await two.handoffs.get(record.id, "local"))
-    assert one.pool.keep_pending([record.id]) == [record.id]
+    assert one.pool.records.keep_pending([record.id]) == [record.id]
     one.entry(record.key)
     one.handoffs.end(record, TransferRequest(), range(64))
     await one.quiet()

@@ -20,7 +20,7 @@ from baton.library.archive.bucket import Bucket, Conflict, mend_of, reason_of
 from baton.library.archive.copies import FETCH_S, ArchiveFiles, LocalFile, Pace
 from baton.library.archive.documents import PROOF, Names
 from baton.library.archive.tier import address_of, names_of
-from baton.library.tiers import Deadline, read_into
+from baton.library.here.entries import Deadline, read_into
 from baton.telemetry.metrics import ArchiveMetrics
 from baton_kv.stores.base import BytesReader, StoreError
 

@@ -15,7 +15,7 @@ from baton.config.groups import HandoffSettings
 from baton.config.settings import Settings
 from baton.doctor.findings import Finding
 from baton.errors import BatonError, OperatorError
-from baton.library.tiers import Deadline, read_into
+from baton.library.here.entries import Deadline, read_into
 from baton.library.valkey.connection import FAILURE_TYPES, ValkeyConnection
 from baton.library.valkey.files import CHUNK_BYTES, ValkeyFile, ValkeyFiles
 from baton.library.valkey.pool import address_of

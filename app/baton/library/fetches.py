@@ -11,8 +11,8 @@ import structlog
 from baton.engines.port import Engine
 from baton.errors import GatewayOverloaded, HandoffStoreUnavailable
 from baton.library.handoff import Handoff
+from baton.library.here.entries import FetchCutOff
 from baton.library.holdings import Holdings
-from baton.library.tiers import FetchCutOff
 from baton.telemetry.metrics import HandoffMetrics
 from baton_kv.stores.base import StoreError
 

@@ -138,11 +138,14 @@ def new_id(*, automatic: bool = False) -> str:
     return (EXPENDABLE if automatic else "") + secrets.token_urlsafe(24)
 
 
+PINNED_SHARE = 0.5
+"""Share of the budget that may be pinned, divided among the tenants; the rest stays for unpinned handoffs."""
+
+
 class Footprint(NamedTuple):
     """How much of the store's budget a handoff takes beside its KV, which handoffs may share.
 
     Attributes:
-        tenant: the owner.
         pin: its KV is exempt from eviction.
         non_kv_bytes: size of its images and record.
     """
@@ -191,7 +194,6 @@ class StoredImage(BaseModel):
 
     Attributes:
         digest: SHA-256 of its bytes, which are in a file of their own.
-        media_type: media type of the file.
         width: in pixels.
         height: in pixels.
         bytes: size of the file.
@@ -218,7 +220,6 @@ class Lease(BaseModel):
     A field that is added here is written, read and merged wherever handoffs are kept.
 
     Attributes:
-        label: the client's label.
         pin: its KV is exempt from eviction.
         ttl_s: lifetime in seconds.
         expires_at: seconds since the epoch.
@@ -226,7 +227,6 @@ class Lease(BaseModel):
         error: why the request that was to save it failed; None: it did not, or nobody knows.
         bytes: size of its KV in the store, with what it shares with others; 0: its KV is not stored, and is
             prefilled.
-        audit: its last audit.
         archived: it was written to the archive, which is the last to know whether it exists.
         revision: number of times it was written; the greater of two is the later.
     """
@@ -279,7 +279,6 @@ class Handoff(Lease):
 
     Attributes:
         id: its public name, 192 random bits.
-        tenant: the owner.
         model: name of the engine that saved it.
         weights: fingerprint of that engine's weights; engines of the same weights can continue it.
         tokens: every token id of its context, in order.

@@ -98,7 +98,6 @@ class Holdings:
         wall: seconds since the epoch.
 
     Attributes:
-        here: this machine's tier.
         pool: the store that other machines share; None: there is none.
         remote: a handoff may be elsewhere than on this machine.
     """

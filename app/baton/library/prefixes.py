@@ -31,7 +31,6 @@ class PrefixMatch:
     """A context that shares a prefix with a prompt.
 
     Attributes:
-        record: the handoff of the context.
         tokens: number of tokens, from the first, that they share.
         alone: whether no other context shares as many whole blocks with the prompt.
     """

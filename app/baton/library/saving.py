@@ -17,10 +17,9 @@ from baton.admission.fair_threads import OURS
 from baton.config.groups import HandoffSettings
 from baton.engines.kv_transfer import TransferRequest
 from baton.errors import GatewayOverloaded, HandoffPinsFull
-from baton.library.handoff import Footprint, Handoff, HandoffState, scope_of
+from baton.library.handoff import PINNED_SHARE, Footprint, Handoff, HandoffState, scope_of
 from baton.library.here.records import Edit, Others, RecordDeleted
 from baton.library.holdings import WRITES, Holdings, Result
-from baton.library.tiers import PINNED_SHARE
 from baton_kv.stores.base import StoreError
 
 # Change a handoff's pin, label and lifetime, under the lock that all gateways over the store share.
@@ -35,7 +34,6 @@ class ChangeRules:
     """The rules by which one gateway changes handoffs.
 
     Attributes:
-        settings: the gateway's.
         pin: pins a handoff's KV in the store, or unpins it; returns whether it is pinned then.
         pinned_kv: returns the bytes of KV that pins protect, by scope, if this handoff were pinned too.
     """
@@ -200,7 +198,7 @@ class Saving:
             if self._pool is None or not self.is_pending(record) or record.on_disk:
                 return
             copy = record.model_copy(update={"tokens": array("i")})
-            await self._holdings.run(record.tenant, self._pool.announce, copy, patient=True)
+            await self._holdings.run(record.tenant, self._pool.records.announce, copy, patient=True)
             record.announced, record.revision = copy.announced, copy.revision
 
     async def keep_announced(self) -> None:
@@ -208,7 +206,7 @@ class Saving:
         while self._pool is not None:
             await asyncio.sleep(REPORT_EVERY_S)
             try:
-                report = self._pool.keep_pending
+                report = self._pool.records.keep_pending
                 deleted = await self._holdings.run(OURS, report, self.announced(), patient=True)
             except Exception as error:  # noqa: BLE001  # the border of this task: the next report may work
                 self._log.warning("handoffs_not_reported", reason=f"{type(error).__name__}: {error}")

@@ -1,172 +1,36 @@
 """Read, write and remove all that a handoff has: record, images, KV, in every tier. All calls block.
 
-`Here` is this machine's tier. It may have a `Pool`: the store that several machines share, which then holds
+`Here` is this machine's tier. It may have a pool: the store that several machines share, which then holds
 the records and images, and copies of the KV. A further tier, as the archive, is a `Tier` over `Here`: it says
 what it does differently, and has the rest in its `here`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import math
 import sys
-import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import structlog
 
 from baton.errors import HandoffPinsFull, HandoffStoreUnavailable
 from baton.images.placed_image import PlacedImage
-from baton.library.handoff import Handoff, is_handoff_key, scope_of
+from baton.library.handoff import PINNED_SHARE, Handoff, is_handoff_key, scope_of
 from baton.library.here.images import Images, ImageStore
 from baton.library.here.records import Edit, RecordFolder, Records, proof_of
-from baton_kv.entry_files import shared_keys
 from baton_kv.secret import store_secret
-from baton_kv.stores.base import Reader, SharedFiles, Store, StoreError
+from baton_kv.stores.base import Store, StoreError
 from baton_kv.stores.file import FileStore
+
+if TYPE_CHECKING:
+    from baton.library.valkey.pool import ValkeyPool  # valkey, which others do without
 
 ORPHANED_AFTER_S = 600.0
 """An entry without a record is removed this long after its last use."""
-PINNED_SHARE = 0.5
-"""Share of the budget that may be pinned, divided among the tenants; the rest stays for unpinned handoffs."""
 
 log = structlog.get_logger("baton.handoffs")
-
-
-class Deadline(NamedTuple):
-    """When a fetch must have ended.
-
-    Attributes:
-        setting: what sets its limit.
-        limit_s: seconds that it may take.
-        at: monotonic time of its end.
-    """
-
-    setting: str
-    limit_s: float
-    at: float
-
-    @classmethod
-    def within(cls, setting: str, limit_s: float, left_s: float = math.inf) -> Deadline:
-        """Begin now; where less time is left than the limit, end then."""
-        return cls(setting, limit_s, time.monotonic() + min(limit_s, left_s))
-
-    @property
-    def left_s(self) -> float:
-        """Seconds until then; 0: it has passed."""
-        return max(0.0, self.at - time.monotonic())
-
-
-class FetchCutOff(StoreError):
-    """Copying KV to this machine took longer than a setting allows.
-
-    Args:
-        got: bytes that had come by then.
-    """
-
-    def __init__(self, deadline: Deadline, got: int) -> None:
-        limit = f"{deadline.limit_s:g} s, which {deadline.setting} allows"
-        super().__init__(f"fetching took longer than {limit}; {got} bytes had come")
-        self.got = got
-
-
-def copy_entry(store: Store, keys: Sequence[str], read: Callable[[int], tuple[int, Generator[bytes]]]) -> int:
-    """Copy an entry's files to a store that has not all of them; returns the bytes that were copied.
-
-    Args:
-        store: where they are copied to.
-        keys: of the entries whose own they are, its own last.
-        read: returns the size of one of them, by index, and an iterator over its bytes.
-    """
-    copied = 0
-    for index, key in enumerate(keys):
-        if store.exists(key):
-            continue
-        size, chunks = read(index)
-        shared = SharedFiles(tuple(keys[:index]), keys[index - 1]) if index else SharedFiles()
-        try:
-            with contextlib.closing(chunks):
-                copied += store.put(key, chunks, size=size, shared=shared)
-        except FetchCutOff as error:
-            error.got += copied
-            raise
-    return copied
-
-
-@contextlib.contextmanager
-def opened(store: Store, key: str) -> Iterator[list[tuple[str, Reader]]]:
-    """Open the files that an entry needs, by the keys of the entries whose own they are, its own last."""
-    with contextlib.ExitStack() as stack:
-        own = stack.enter_context(store.open(key))
-        keys = shared_keys(own)
-        parts = [stack.enter_context(store.open(key, part)) for part in range(len(keys))]
-        yield list(zip([*keys, key], [*parts, own], strict=True))
-
-
-def read_into(reader: Reader, start: int, view: memoryview) -> int:
-    """Fill a buffer from an offset of a file on; returns the number of bytes read."""
-    return reader.read_into(start, [view])
-
-
-class Pool(Protocol):
-    """The store that gateways of several machines share."""
-
-    def store_id(self) -> bytes:
-        """Return the random number that tells this store from others.
-
-        Raises:
-            HandoffStoreUnavailable: it failed.
-        """
-        ...
-
-    def close(self) -> None:
-        """Close the connections."""
-        ...
-
-    def announce(self, record: Handoff) -> None:
-        """Show other machines a pending handoff."""
-        ...
-
-    def keep_pending(self, ids: Sequence[str]) -> list[str]:
-        """Report that handoffs are still pending; returns those that another machine deleted meanwhile."""
-        ...
-
-    def push(self, record: Handoff, store: Store) -> None:
-        """Copy a handoff's KV from a machine's store.
-
-        Raises:
-            StoreError: it cannot be read, or does not fit.
-            HandoffStoreUnavailable: the pool failed.
-        """
-        ...
-
-    def fetch(self, record: Handoff, store: Store, within_s: float) -> int:
-        """Copy a handoff's KV to a machine's store, as `Tier.fetch`."""
-        ...
-
-    def sizes(self, records: Sequence[Handoff]) -> list[int]:
-        """Return the sizes of several handoffs' KV, those of their records if nobody knows."""
-        ...
-
-    def pin(self, record: Handoff, pin: bool) -> bool:
-        """Pin a handoff's KV or unpin it; returns whether the pool has it.
-
-        Raises:
-            HandoffPinsFull: the pin does not fit.
-            HandoffStoreUnavailable: the pool failed.
-        """
-        ...
-
-    def pinned(self, record: Handoff) -> dict[str, int]:
-        """Return the bytes of KV that pins protect, by scope."""
-        ...
-
-    def drop(self, record: Handoff) -> None:
-        """Remove a handoff's KV, if the pool answers."""
-        ...
 
 
 class Tier(Protocol):
@@ -260,14 +124,14 @@ class Here:
         store: the KV, which the connector writes; the gateway only looks, pins and deletes.
         records: the records, in a folder or in the pool.
         images: the images of the contexts, where the records are.
-        pool: the store that other machines share; None: other gateways share this machine's folder alone.
+        pool: what other machines share; None: other gateways share this machine's folder alone.
         budget: bytes that may be stored on this machine, if there is a pool.
     """
 
     store: Store
     records: Records
     images: Images
-    pool: Pool | None = None
+    pool: ValkeyPool | None = None
     budget: int = 0
 
     @property
@@ -291,7 +155,7 @@ class Here:
         """
         if not isinstance(self.store, FileStore):
             return None
-        store_id = self.pool.store_id() if self.pool is not None else b""
+        store_id = self.pool.connection.store_id() if self.pool is not None else b""
         return proof_of(self.secret(self.store.root), store_id, challenge)
 
     @staticmethod

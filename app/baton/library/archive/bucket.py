@@ -170,7 +170,6 @@ class BucketAddress:
     """Where the archive is, and how it is asked.
 
     Attributes:
-        bucket: name of the bucket.
         prefix: what the names of all objects begin with.
         endpoint: address of another service than AWS's; None: of the environment, else AWS's.
         region: of the bucket; None: of the environment.
@@ -194,7 +193,6 @@ class Found(NamedTuple):
     """A small object.
 
     Attributes:
-        data: its bytes.
         version: names this version of it.
     """
 
@@ -209,9 +207,6 @@ class Bucket:
 
     Args:
         clock: monotonic seconds.
-
-    Attributes:
-        breaker: open while the service fails.
     """
 
     def __init__(

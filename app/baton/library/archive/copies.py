@@ -26,8 +26,9 @@ from baton.library.archive.bucket import PART_BYTES, Bucket, Conflict
 from baton.library.archive.documents import ArchivedFile, Document, Names
 from baton.library.archive.records import ArchiveRecords, Version
 from baton.library.handoff import Handoff
+from baton.library.here.entries import Deadline, FetchCutOff, copy_entry, opened, read_into
 from baton.library.here.images import placed_image
-from baton.library.tiers import Deadline, FetchCutOff, Here, copy_entry, opened, read_into
+from baton.library.tiers import Here
 from baton.telemetry.metrics import ArchiveMetrics
 from baton_kv.entry_files import seal_of
 from baton_kv.stores.base import BytesReader, EntryMissing, Store, StoreError
@@ -57,8 +58,6 @@ class LocalFile:
     Attributes:
         key: key of the entry whose own it is, or an image's digest.
         name: name of its object in the archive.
-        size: in bytes.
-        read_into: reads it.
     """
 
     key: str
@@ -233,11 +232,6 @@ class Archive:
     """The archive's documents and files.
 
     Attributes:
-        bucket: where they are.
-        names: what objects are called.
-        records: the documents.
-        files: the files.
-        metrics: where handoffs are counted.
         fetch_s: seconds in which a handoff must have been fetched.
     """
 

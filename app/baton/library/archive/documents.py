@@ -49,7 +49,6 @@ class ArchivedFile(BaseModel):
     Attributes:
         key: key of the entry whose own file it is, or an image's digest.
         name: name of the object that holds it.
-        size: in bytes.
         digest: keyed BLAKE3 digest of all of it, hexadecimal.
     """
 

@@ -20,9 +20,9 @@ from baton.library.archive.bucket import UNAVAILABLE, Bucket, BucketAddress, Con
 from baton.library.archive.copies import Archive, ArchiveFiles, Damaged, Pace, placed
 from baton.library.archive.documents import PROOF, Document, Names, Tampered
 from baton.library.archive.records import ArchiveRecords, Version
-from baton.library.handoff import SAVERS, Handoff
+from baton.library.handoff import PINNED_SHARE, SAVERS, Handoff
 from baton.library.here.records import Edit, Others, pool_secret
-from baton.library.tiers import PINNED_SHARE, Here
+from baton.library.tiers import Here
 from baton.telemetry.metrics import ArchiveMetrics, AuditResult
 from baton_kv.secret import install_secret
 from baton_kv.stores.base import StoreError
@@ -83,8 +83,6 @@ class Archived:
     """The `Tier` behind this machine's, in which pinned and long-lived handoffs outlive it.
 
     Attributes:
-        here: this machine's tier, perhaps with a pool.
-        archive: the archive.
         archiver: writes to it in the background.
         pinned_most: bytes of KV that may be pinned on this machine; the archive has what is fetched above it.
         seen: what is known of its handoffs.

@@ -95,7 +95,6 @@ class LockedFolder:
     """The records' folder while this process holds its lock.
 
     Attributes:
-        descriptor: of the folder.
         total: bytes that all records take.
     """
 

@@ -182,9 +182,6 @@ class ValkeyConnection:
 
     Args:
         clock: monotonic seconds.
-
-    Attributes:
-        breaker: open while the store fails.
     """
 
     def __init__(

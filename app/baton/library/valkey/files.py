@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from baton.errors import HandoffStoreUnavailable
-from baton.library.tiers import Deadline, FetchCutOff
+from baton.library.here.entries import Deadline, FetchCutOff
 from baton.library.valkey.connection import Client, ValkeyConnection, number
 from baton.library.valkey.scripts import BEFORE_OTHERS_US, BEGIN_FILE, DROP, PIN, PLACE_FILE, RESERVE
 from baton.telemetry.metrics import SharedStoreMetrics
@@ -48,7 +48,6 @@ class ValkeyFile:
 
     Attributes:
         name: name of the file: the key of the entry whose own it is.
-        size: in bytes.
         read_into: reads it on this machine.
     """
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from baton.config.groups import HandoffSettings
 from baton.errors import HandoffPinsFull, HandoffStoreUnavailable, SettingsError
-from baton.library.handoff import Handoff, scope_of
+from baton.library.handoff import PINNED_SHARE, Handoff, scope_of
+from baton.library.here.entries import Deadline, copy_entry, opened, read_into
 from baton.library.here.records import pool_secret
-from baton.library.tiers import PINNED_SHARE, Deadline, Here, copy_entry, opened, read_into
 from baton.library.valkey.connection import ValkeyAddress, ValkeyConnection, number
 from baton.library.valkey.files import Room, ValkeyFile, ValkeyFiles
 from baton.library.valkey.records import FETCH_S, ValkeyImages, ValkeyRecords, lifetime_ms
@@ -30,12 +30,9 @@ from baton_kv.stores.base import Store
 
 @dataclass(frozen=True)
 class ValkeyPool:
-    """The `Pool` of tiers in a Valkey server.
+    """The store that gateways of several machines share: a Valkey server.
 
     Attributes:
-        connection: to the server.
-        files: the files of KV there.
-        records: the records there.
         budget: bytes that all handoffs may take there.
         fetch_s: seconds in which a handoff's KV must have been fetched.
     """
@@ -43,32 +40,24 @@ class ValkeyPool:
     connection: ValkeyConnection
     files: ValkeyFiles
     records: ValkeyRecords
+    images: ValkeyImages
     budget: int
     fetch_s: float
 
-    def store_id(self) -> bytes:
-        return self.connection.store_id()
-
     def close(self) -> None:
+        """Close the connections."""
         self.files.close()
         self.connection.close()
 
-    def announce(self, record: Handoff) -> None:
-        self.records.announce(record)
-
-    def keep_pending(self, ids: Sequence[str]) -> list[str]:
-        try:
-            return self.records.keep_pending(ids)
-        except HandoffStoreUnavailable:
-            return []
-
     def push(self, record: Handoff, store: Store) -> None:
+        """Copy a handoff's KV from a machine's store."""
         room = Room(self.budget, lifetime_ms(record), automatic=record.automatic)
         with opened(store, record.key) as found:
             files = [ValkeyFile(name, len(reader), partial(read_into, reader)) for name, reader in found]
             self.files.push(record.key, files, room)
 
     def fetch(self, record: Handoff, store: Store, within_s: float) -> int:
+        """Copy a handoff's KV to a machine's store; see `Tier.fetch`."""
         deadline = Deadline.within(FETCH_S, self.fetch_s, within_s)
         names, left = self.files.names(record.key), record.bytes
         if not names or names[-1] != record.key:
@@ -85,18 +74,25 @@ class ValkeyPool:
         return copied
 
     def sizes(self, records: Sequence[Handoff]) -> list[int]:
+        """Return the sizes of several handoffs' KV, those of their records if nobody knows."""
         try:
             return self.files.sizes([record.key for record in records])
         except HandoffStoreUnavailable:
             return [record.bytes for record in records]
 
     def pin(self, record: Handoff, pin: bool) -> bool:
+        """Pin a handoff's KV or unpin it; returns whether the pool has it.
+
+        Raises:
+            HandoffPinsFull: the pin does not fit.
+        """
         answer = self.files.pin(record.key, pin, int(PINNED_SHARE * self.budget))
         if answer == 0:
             raise HandoffPinsFull()
         return answer == 1
 
     def pinned(self, record: Handoff) -> dict[str, int]:
+        """Return the bytes of KV that pins protect, by scope; if nobody knows, no pin fits."""
         key = self.connection.own_key("pinned")
         try:
             found = self.connection.ask("look", lambda client: client.hgetall(key))
@@ -105,12 +101,13 @@ class ValkeyPool:
         return {scope.decode(errors="replace"): number(size) for scope, size in found.items()}
 
     def drop(self, record: Handoff) -> None:
+        """Remove a handoff's KV, if the server answers."""
         with contextlib.suppress(HandoffStoreUnavailable):
             self.files.drop([record.key])
 
 
-def open_pool(settings: HandoffSettings, store: Store, folder: Path, metrics: SharedStoreMetrics) -> Here:
-    """Open this machine's tier with the pool of the settings, which other machines share.
+def open_pool(settings: HandoffSettings, folder: Path, metrics: SharedStoreMetrics) -> ValkeyPool:
+    """Open the pool of the settings for a machine whose store is in a folder.
 
     Raises:
         SettingsError: a file is missing, the local store has another secret, or the shared store refuses this
@@ -127,8 +124,7 @@ def open_pool(settings: HandoffSettings, store: Store, folder: Path, metrics: Sh
     files = ValkeyFiles(connection, metrics)
     records = ValkeyRecords(connection, files, budget)
     images = ValkeyImages(files, budget, settings.shared_fetch_s)
-    pool = ValkeyPool(connection, files, records, budget, settings.shared_fetch_s)
-    return Here(store, records, images, pool, int(settings.budget))
+    return ValkeyPool(connection, files, records, images, budget, settings.shared_fetch_s)
 
 
 def address_of(settings: HandoffSettings) -> ValkeyAddress:

@@ -18,9 +18,9 @@ from pydantic import ValidationError
 from baton.errors import HandoffImagesLost, HandoffStoreUnavailable
 from baton.images.placed_image import PlacedImage
 from baton.library.handoff import UNSAVED, Footprint, Handoff, Lease
+from baton.library.here.entries import Deadline, read_into
 from baton.library.here.images import placed_image
 from baton.library.here.records import ID, MAX_RECORD_BYTES, Edit, News, RecordDeleted
-from baton.library.tiers import Deadline, read_into
 from baton.library.valkey.connection import ValkeyConnection, number
 from baton.library.valkey.files import Room, ValkeyFile, ValkeyFiles
 from baton.library.valkey.scripts import (
@@ -96,10 +96,12 @@ class ValkeyRecords:
             self._log.warning("handoff_not_shared", handoff=record.id, reason=error.message)
 
     def keep_pending(self, ids: Sequence[str]) -> list[str]:
-        """Report that handoffs are still pending; returns those that were deleted meanwhile."""
-        self._reported, *deleted = self._connection.run(
-            "pending", KEEP_PENDING, [PENDING_MS, self._reported, *ids]
-        )
+        """Report that handoffs are still pending; returns those that another machine deleted meanwhile."""
+        try:
+            arguments = [PENDING_MS, self._reported, *ids]
+            self._reported, *deleted = self._connection.run("pending", KEEP_PENDING, arguments)
+        except HandoffStoreUnavailable:
+            return []
         return [each.decode() for each in deleted]
 
     def create(self, record: Handoff, edit: Edit) -> bool:
