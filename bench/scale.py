@@ -38,6 +38,7 @@ from prometheus_client import CollectorRegistry
 from remote import remote_part
 from servers import Server, free_port, machine
 
+from baton.library.here.entries import Deadline
 from baton.library.valkey.connection import ValkeyAddress, ValkeyConnection
 from baton.library.valkey.files import MAX_FILE_BYTES, Room, ValkeyFile, ValkeyFiles
 from baton.telemetry.metrics import SharedStoreMetrics
@@ -170,7 +171,7 @@ def read_into(store: FileStore, key: str, start: int, view: memoryview) -> int:
 
 def fetch(files: ValkeyFiles, store: FileStore, key: str, copy: str) -> None:
     """Copy a file of the shared store into this machine's, under another name."""
-    size, chunks = files.chunks(key, time.monotonic() + 60, MAX_FILE_BYTES)
+    size, chunks = files.chunks(key, Deadline.within("the bench", 60), MAX_FILE_BYTES)
     store.put(copy, chunks, size=size)
 
 

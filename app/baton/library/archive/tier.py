@@ -27,9 +27,9 @@ from baton.telemetry.metrics import ArchiveMetrics, AuditResult
 from baton_kv.secret import install_secret
 from baton_kv.stores.base import StoreError
 
-# Put the archive behind a machine's storage: the last place where a handoff is looked for.
+# Put the archive behind a machine's tier: the last place where a handoff is looked for.
 #
-# With a shared store that one says what a handoff's label, pin and lifetime are, and the archive follows in
+# With a pool, that one says what a handoff's label, pin and lifetime are, and the archive follows in
 # the background. Without one the archive does: a change is made there first, and other machines see it some
 # seconds later.
 
