@@ -38,8 +38,9 @@ from prometheus_client import CollectorRegistry
 from remote import remote_part
 from servers import Server, free_port, machine
 
-from baton.library.shared.connection import SharedAddress, SharedConnection
-from baton.library.shared.files import MAX_FILE_BYTES, PoolFiles, Room, SharedFile
+from baton.library.here.entries import Deadline
+from baton.library.valkey.connection import ValkeyAddress, ValkeyConnection
+from baton.library.valkey.files import MAX_FILE_BYTES, Room, ValkeyFile, ValkeyFiles
 from baton.telemetry.metrics import SharedStoreMetrics
 from baton_kv.contract import new_key
 from baton_kv.stores.file import FileStore
@@ -116,8 +117,8 @@ def store_part(rounds: int, sizes: list[int]) -> None:
     memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(dir=memory) as folder, valkey_server(Path(folder)) as url:
         metrics = SharedStoreMetrics(CollectorRegistry())
-        connection = SharedConnection(SharedAddress(url, "bench", b"s" * 32, timeout_s=30), metrics)
-        files, store = PoolFiles(connection, metrics), FileStore(Path(folder) / "store", budget=8 << 30)
+        connection = ValkeyConnection(ValkeyAddress(url, "bench", b"s" * 32, timeout_s=30), metrics)
+        files, store = ValkeyFiles(connection, metrics), FileStore(Path(folder) / "store", budget=8 << 30)
         for size in sizes:
             found = medians(store_rounds(files, store, size, rounds))
             rate = {name: size * MIB / seconds / MIB for name, seconds in found.items()}
@@ -129,7 +130,7 @@ def store_part(rounds: int, sizes: list[int]) -> None:
     table(head.split("|"), rows)
 
 
-def store_rounds(files: PoolFiles, store: FileStore, size: int, rounds: int) -> Rows:
+def store_rounds(files: ValkeyFiles, store: FileStore, size: int, rounds: int) -> Rows:
     """Seconds of each; a fetch ends when the entry is in the machine's own store."""
     rows: Rows = defaultdict(list)
     data = secrets.token_bytes(PIECE) * size
@@ -139,7 +140,7 @@ def store_rounds(files: PoolFiles, store: FileStore, size: int, rounds: int) -> 
         rows["put"].append(timed(partial(store.put, key, pieces)))
         rows["get"].append(timed(partial(read_all, store, key)))
         rows["socket"].append(through_socket(data))
-        file = SharedFile(key, len(data), partial(read_into, store, key))
+        file = ValkeyFile(key, len(data), partial(read_into, store, key))
         rows["push"].append(timed(partial(files.push, key, [file], Room(8 << 30, 600_000))))
         rows["fetch"].append(timed(partial(fetch, files, store, key, copy)))
         files.drop([key])
@@ -168,9 +169,9 @@ def read_into(store: FileStore, key: str, start: int, view: memoryview) -> int:
         return reader.read_into(start, [view])
 
 
-def fetch(files: PoolFiles, store: FileStore, key: str, copy: str) -> None:
+def fetch(files: ValkeyFiles, store: FileStore, key: str, copy: str) -> None:
     """Copy a file of the shared store into this machine's, under another name."""
-    size, chunks = files.chunks(key, time.monotonic() + 60, MAX_FILE_BYTES)
+    size, chunks = files.chunks(key, Deadline.within("the bench", 60), MAX_FILE_BYTES)
     store.put(copy, chunks, size=size)
 
 

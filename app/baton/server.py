@@ -39,9 +39,9 @@ from baton.http.uvicorn_server import MetricsServer
 from baton.images.reader import ImageReader, fetcher_of
 from baton.library.here.images import ImageStore
 from baton.library.here.records import RecordFolder
+from baton.library.holdings import HandoffThreads
 from baton.library.library import Library
-from baton.library.threads import HandoffThreads
-from baton.library.tiers import HandoffStorage
+from baton.library.tiers import Here, Tier, nowhere
 from baton.pooling.run import Pooling
 from baton.relay.door import open_relay
 from baton.responses.service import StoredResponses, response_threads
@@ -64,27 +64,27 @@ def handoffs_of(settings: Settings, metrics: GatewayMetrics) -> Library:
     """
     threads = HandoffThreads(settings.admission.wait_s, metrics.queues)
     if not any(engine.handoff for engine in settings.engines):
-        nowhere = HandoffStorage(None, RecordFolder(None), ImageStore(None))
-        return Library(settings.handoffs, nowhere, metrics.handoffs, threads=threads)
+        return Library(settings.handoffs, nowhere(), metrics.handoffs, threads=threads)
     try:
         store = open_store(settings.handoff_store, budget=int(settings.handoffs.budget))
         folder = Path(settings.handoff_store.removeprefix("file:"))
         if settings.handoffs.shared is not None:
-            from baton.library.shared.storage import open_shared  # valkey, which others do without
+            from baton.library.valkey.pool import open_pool  # valkey, which others do without
 
-            storage: HandoffStorage = open_shared(settings.handoffs, store, folder, metrics.shared_store)
+            pool = open_pool(settings.handoffs, folder, metrics.shared_store)
+            tier: Tier = Here(store, pool.records, pool.images, pool, int(settings.handoffs.budget))
         else:
-            storage = HandoffStorage(store, RecordFolder(folder / RECORDS), ImageStore(folder / IMAGES))
+            tier = Here(store, RecordFolder(folder / RECORDS), ImageStore(folder / IMAGES))
         if settings.handoffs.archive is not None:
-            from baton.library.archive.storage import open_archived  # obstore, which others do without
+            from baton.library.archive.tier import open_archived  # obstore, which others do without
 
-            storage = open_archived(settings.handoffs, storage, folder, metrics.archive)
+            tier = open_archived(settings.handoffs, tier.here, folder, metrics.archive)
     except StoreError as error:
         raise SettingsError(f"handoffs.store: {error}") from None
     except OSError as error:
         raise SettingsError(f"handoffs.store: {settings.handoff_store}: {error.strerror}") from None
     automatic = any((engine.auto or settings.handoffs.auto) != "off" for engine in settings.own_engines)
-    return Library(settings.handoffs, storage, metrics.handoffs, automatic=automatic, threads=threads)
+    return Library(settings.handoffs, tier, metrics.handoffs, automatic=automatic, threads=threads)
 
 
 def responses_of(settings: Settings) -> ResponseStore | None:

@@ -16,10 +16,10 @@ from support.archives import Archive, ArchivedMachine, archive_server, archived_
 from support.s3_proxy import Refusal, S3Proxy, s3_proxy
 from support.shared_stores import ENGINE
 
+from baton.admission import breaker
 from baton.errors import HandoffNotFound, HandoffStoreUnavailable
-from baton.library.archive import bucket as archive_bucket
 from baton.library.archive import records as archive_records
-from baton.library.archive import storage as archive_storage
+from baton.library.archive import tier as archive_tier
 from baton.library.archive.archiver import remove_expired
 
 pytestmark = [
@@ -88,7 +88,7 @@ class History:
 
     async def fetch(self, machine: ArchivedMachine, left: Left) -> None:
         found = await machine.handoffs.get(left.id, "local")
-        await machine.handoffs.bring(found, ENGINE)
+        await machine.handoffs.fetch_here(found, ENGINE)
         if machine.handoffs.is_here(found):
             assert machine.read(left.key) == left.kv
 
@@ -102,7 +102,7 @@ class History:
         """The machine loses it, if the archive has it."""
         found = await machine.handoffs.get(left.id, "local")
         if found.archived:
-            machine.handoffs._sweeper._evict(found)
+            machine.handoffs._upkeep._evict(found)
 
     async def acts(self, until: float) -> None:
         while time.monotonic() < until:
@@ -119,7 +119,7 @@ def site(tmp_path: Path) -> Iterator[tuple[Archive, S3Proxy]]:
 async def settled(history: History) -> None:
     """Wait until all machines have written what they had to."""
     for machine in history.machines:
-        machine.storage.archive.bucket._resting_until = 0.0
+        machine.storage.archive.bucket.breaker.resting_until = 0.0
         deadline = time.monotonic() + 120
         while machine.storage.archiver._jobs:
             assert time.monotonic() < deadline
@@ -136,9 +136,9 @@ async def test_nothing_deleted_comes_back_and_no_change_is_lost_over_a_service_t
     site: tuple[Archive, S3Proxy], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     archive, proxy = site
-    monkeypatch.setattr(archive_storage, "LOOK_AGAIN_S", 0.0)
+    monkeypatch.setattr(archive_tier, "LOOK_AGAIN_S", 0.0)
     monkeypatch.setattr(archive_records, "UNKNOWN_FOR_S", 0.0)
-    monkeypatch.setattr(archive_bucket, "REST_S", 0.05)
+    monkeypatch.setattr(breaker, "REST_S", 0.05)
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     chance = random.Random(seed)
@@ -171,7 +171,7 @@ async def test_nothing_deleted_comes_back_and_no_change_is_lost_over_a_service_t
                     continue
                 assert not left.deleted
                 assert found.label in left.labels
-                await machine.handoffs.bring(found, ENGINE)
+                await machine.handoffs.fetch_here(found, ENGINE)
                 assert machine.read(left.key) == left.kv
         print(f"{history.done} operations on {len(history.left)} handoffs")
         assert history.done > 100

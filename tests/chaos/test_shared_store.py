@@ -52,7 +52,7 @@ async def looked_up(machine: Machine, record: Handoff) -> Handoff | str:
     """Return a handoff as a gateway finds it, else the name of the error."""
     try:
         found = await machine.handoffs.get(record.id, record.tenant)
-        await machine.handoffs.bring(found, ENGINE)
+        await machine.handoffs.fetch_here(found, ENGINE)
     except BatonError as error:
         return type(error).__name__
     return found
@@ -67,7 +67,7 @@ async def back(machine: Machine) -> Handoff:
     """Save handoffs until one reaches the store: the breaker lets somebody try after a while, which is over now."""
     deadline = time.monotonic() + 20
     while True:
-        machine.storage.connection._resting_until = 0.0
+        machine.pool.connection.breaker.resting_until = 0.0
         record = await machine.leave()
         if record.on_disk:
             return record
@@ -205,7 +205,7 @@ async def test_a_slow_store_is_waited_for_no_longer_than_was_set(name: str, tmp_
         proxy.delay_s = 0.05  # for each 64 KiB: a fetch of 10 MiB would take eight seconds
         found = await two.handoffs.get(ready.id, "local")
         began = time.monotonic()
-        await two.handoffs.bring(found, ENGINE)
+        await two.handoffs.fetch_here(found, ENGINE)
         waited = time.monotonic() - began
         assert not two.handoffs.is_here(found)
         assert waited < 1 + 0.5
@@ -365,7 +365,7 @@ async def test_a_flood_over_a_slow_store_holds_up_no_other_tenant(name: str, tmp
         began = time.monotonic()
         found = await two.handoffs.get(theirs.id, "another")
         took = time.monotonic() - began
-        await two.handoffs.bring(found, ENGINE)
+        await two.handoffs.fetch_here(found, ENGINE)
         print(f"E19 {name}: another's look-up {took:.2f} s, with its KV {time.monotonic() - began:.2f} s")
         proxy.delay_s = 0.0
         await asyncio.gather(*flood)

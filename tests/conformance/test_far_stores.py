@@ -13,14 +13,16 @@ from typing import Any
 
 import pytest
 from support.archives import WEED, Archive, archive_server, archived_machine
+from support.leases import told, without_savers, writing
 from support.noise import picture
 from support.shared_stores import BINARIES, ENGINE, Machine, machine, must_run, store_server
 
 from baton.engines.transfers import TransferReport, TransferRequest
 from baton.errors import HandoffNotFound, HandoffPinsFull
 from baton.images.placed_image import PlacedImage
-from baton.library.archive import storage as archive_storage
+from baton.library.archive import tier as archive_tier
 from baton.library.handoff import Handoff, HandoffState
+from baton.library.valkey.records import ValkeyRecords
 
 PRESENT = {"seaweedfs": WEED, **BINARIES}
 KINDS = {"valkey": ["valkey"], "redis": ["redis"], "s3": ["seaweedfs"], "valkey+s3": ["valkey", "seaweedfs"]}
@@ -43,7 +45,7 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Archive]:
 def make(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """Makes a machine by its name, over a far store that is empty at first."""
     needs = KINDS[request.param]
-    monkeypatch.setattr(archive_storage, "LOOK_AGAIN_S", 0.0)
+    monkeypatch.setattr(archive_tier, "LOOK_AGAIN_S", 0.0)
     with ExitStack() as stack:
         shared, archive = None, None
         if needs[0] != "seaweedfs":
@@ -72,12 +74,29 @@ async def gone(machine: Machine, record: Handoff) -> bool:
     return False
 
 
+async def test_every_field_of_a_lease_reaches_other_machines(make: Make) -> None:
+    """An archive alone knows nothing of the KV of the machine that changed it."""
+    one, two = make("one"), make("two")
+    left = await one.leave(pin=True)
+    found = await two.handoffs.get(left.id, "local")
+    assert (found.pin, found.bytes) == (True, left.bytes)
+    shared = isinstance(one.storage.here.records, ValkeyRecords)
+    values = told() if shared else without_savers(told())
+    record = await one.handoffs.get(left.id, "local")
+    await asyncio.to_thread(one.storage.change, record, writing(values))
+    await one.quiet()
+    again = await two.handoffs.get(left.id, "local")
+    ends = values.pop("expires_at")
+    assert again.expires_at == pytest.approx(ends, abs=0.01)
+    assert {name: getattr(again, name) for name in values} == values
+
+
 async def test_kv_goes_to_another_machine_bit_for_bit(make: Make) -> None:
     one, two = make("one"), make("two")
     first = await one.leave(blocks=600, pin=True)
     found = await two.handoffs.get(first.id, "local")
     assert (found.state, list(found.tokens)) == (HandoffState.READY, list(first.tokens))
-    await two.handoffs.bring(found, ENGINE)
+    await two.handoffs.fetch_here(found, ENGINE)
     assert two.read(found.key) == one.read(first.key)
     with pytest.raises(HandoffNotFound):
         await two.handoffs.get(first.id, "another")
@@ -90,7 +109,7 @@ async def test_what_continues_another_brings_its_file_along_and_keeps_it(make: M
     await one.handoffs.delete(await one.handoffs.get(first.id, "local"))
     await one.quiet()
     found = await two.handoffs.get(second.id, "local")
-    await two.handoffs.bring(found, ENGINE)
+    await two.handoffs.fetch_here(found, ENGINE)
     assert two.read(second.key) == one.read(second.key)
     assert two.read(second.key, 0) == one.read(second.key, 0)
 
@@ -161,11 +180,11 @@ async def test_what_was_evicted_here_is_fetched_once_more(make: Make) -> None:
     one, two = make("one"), make("two")
     record = await one.leave(blocks=40, pin=True)
     found = await two.handoffs.get(record.id, "local")
-    await two.handoffs.bring(found, ENGINE)
+    await two.handoffs.fetch_here(found, ENGINE)
     one.store.delete(record.key)
     two.store.delete(record.key)
     assert not two.handoffs.is_here(found)
-    await two.handoffs.bring(found, ENGINE)
+    await two.handoffs.fetch_here(found, ENGINE)
     assert two.handoffs.is_here(found)
 
 
@@ -176,5 +195,5 @@ async def test_a_machine_that_starts_again_with_an_empty_disk_finds_what_it_left
     again = make("another disk")
     found = await again.handoffs.get(record.id, "local")
     assert (found.label, found.pin, list(found.tokens)) == ("mine", True, tokens)
-    await again.handoffs.bring(found, ENGINE)
+    await again.handoffs.fetch_here(found, ENGINE)
     assert again.read(record.key) == kv

@@ -83,7 +83,7 @@ def test_every_record_read_is_the_last_one_written(seconds: float, tmp_path: Pat
         files = RecordFolder(folder / "store")
         records = files.read_all()
         assert files.size() == sum(path.stat().st_size for path in (folder / "store").glob("*.json"))
-        pinned = sum(record.usage.non_kv_bytes for record in records if record.pin)
+        pinned = sum(record.footprint.non_kv_bytes for record in records if record.pin)
         pinned += sum(FileStore(folder / "kv").pinned().values())
         assert pinned <= BUDGET / 2
         if happened and pinned:

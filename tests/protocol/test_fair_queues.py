@@ -30,8 +30,8 @@ from baton.engines.fake.engine import FakeBehaviour, FakeEngine
 from baton.http import request as request_body
 from baton.images import reader
 from baton.library.handoff import Handoff
-from baton.library.threads import THREADS
-from baton.library.tiers import HandoffStorage
+from baton.library.holdings import THREADS
+from baton.library.tiers import Here
 
 pytestmark = pytest.mark.fault("E13")
 LIMIT_S = 10.0
@@ -302,14 +302,14 @@ def test_large_bodies(tmp_path: Path) -> None:
 
 def test_look_ups_in_a_store_that_is_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`GET` of a handoff holds a thread as long as the store takes, and places at engines bound none of them."""
-    go, find = threading.Event(), HandoffStorage.find
+    go, find = threading.Event(), Here.find
 
-    def slow(storage: HandoffStorage, handoff_id: str, tenant: str) -> Handoff | None:
+    def slow(storage: Here, handoff_id: str, tenant: str) -> Handoff | None:
         if tenant == "greedy":
             go.wait(60)
         return find(storage, handoff_id, tenant)
 
-    monkeypatch.setattr(HandoffStorage, "find", slow)
+    monkeypatch.setattr(Here, "find", slow)
     relay = FakeEngine("a", supports_handoffs=True)
     with serving(tmp_path, relay, handoffs={"store": f"file:{tmp_path}/kv"}) as tenants:
         body = json.dumps({"model": "a", "prompt": "one two"}).encode()

@@ -300,7 +300,7 @@ def test_other_routes_show_their_images_again_and_the_handoff_keeps_none(
     assert (found["state"], found["images"]) == ("ready", 0)
     assert post(relay, asked | {"handoff": {"from": found["id"]}}, path).status_code == 200
     record = relay.app.state.gateway.library._index.known(found["id"])
-    record.positions = [ImagePosition(BIRD.digest, 0, BIRD.width)]  # as a real engine has it
+    vars(record)["positions"] = [ImagePosition(BIRD.digest, 0, BIRD.width)]  # as a real engine has it
     refused = post(relay, {"prompt": "22", "handoff": {"from": found["id"]}}, "/v1/completions")
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "handoff.from")
 

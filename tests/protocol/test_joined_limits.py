@@ -79,7 +79,7 @@ def refused(response: httpx.Response) -> tuple[int, str | None]:
 def test_an_exact_join_loads_no_moved_kv_and_is_exact(relay: FakeGateway) -> None:
     """Alone such a handoff is continued from its KV; of several nothing of it is loaded."""
     blended, other = made(relay, prompt=[1, 2]), made(relay, prompt=[3, 4])
-    record_of(relay, blended).exact = False
+    vars(record_of(relay, blended))["exact"] = False
     alone = asked(relay, blended, path=TEXT)
     assert alone.status_code == 200
     assert relay.engine("a").transfers[-1].salt is not None
@@ -103,7 +103,7 @@ def test_in_any_order_kv_that_may_not_be_loaded_saves_nothing(relay: FakeGateway
     for each in (long, short):
         record_of(relay, each).bytes = 100  # as if it were stored
     assert asked(relay, short, long, path=TEXT, order="any").json()["handoff"]["source"]["id"] == long
-    record_of(relay, long).exact = False
+    vars(record_of(relay, long))["exact"] = False
     assert asked(relay, short, long, path=TEXT, order="any").json()["handoff"]["source"]["id"] == short
     moved = asked(relay, short, long, path=TEXT, order="any", join="moved").json()["handoff"]
     assert moved["source"]["id"] == long

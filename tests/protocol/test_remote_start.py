@@ -19,10 +19,10 @@ from support.gateways import free_port, run_fake
 from support.remote_gateways import OtherServer, complete, completion, other_server, remote, run_near
 from support.wire import metric, wait_for
 
+from baton.admission.breaker import FAILURES, REST_S, Breaker
 from baton.config.settings import load_settings
 from baton.doctor.machine import examine_servers
 from baton.engines.backend import EngineState
-from baton.engines.elsewhere.breaker import Breaker
 from baton.engines.elsewhere.engine import RemoteEngine
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
 from baton.errors import SettingsError, StartError
@@ -107,6 +107,22 @@ def test_a_breaker_opens_after_failures_in_a_row() -> None:
     assert breaker.open
     assert breaker.succeeded()
     assert not breaker.open
+
+
+def test_of_all_who_ask_an_open_breaker_lets_one_probe_pass_at_a_time() -> None:
+    now = [100.0]
+    breaker = Breaker(clock=lambda: now[0])
+    for _ in range(FAILURES):
+        assert not breaker.resting()
+        breaker.failed()
+    assert [breaker.resting() for _ in range(3)] == [True, True, True]
+    now[0] += REST_S
+    assert [breaker.resting() for _ in range(3)] == [False, True, True], "the first is the probe"
+    breaker.failed()
+    now[0] += REST_S
+    assert not breaker.resting()
+    assert breaker.succeeded()
+    assert [breaker.resting() for _ in range(3)] == [False, False, False]
 
 
 @pytest.mark.fault("I7")

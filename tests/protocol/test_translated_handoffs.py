@@ -268,13 +268,13 @@ def test_translations_are_brought_to_this_machine_as_other_handoffs_are(
 ) -> None:
     """Made here or on another machine, to or back from another model."""
     handoffs, brought = relay.app.state.gateway.library, list[tuple[str, str]]()
-    bring = handoffs.bring
+    fetch_here = handoffs.fetch_here
 
     async def noted(record: Handoff, engine: Engine) -> None:
         brought.append((record.id, engine.name))
-        await bring(record, engine)
+        await fetch_here(record, engine)
 
-    monkeypatch.setattr(handoffs, "bring", noted)
+    monkeypatch.setattr(handoffs, "fetch_here", noted)
     left = made(relay, prompt=[1, 2])
     there = continued(relay, "y", left, translate=True)["source"]["translated_id"]
     assert (there, "y") in brought

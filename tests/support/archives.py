@@ -21,12 +21,12 @@ import pytest
 from obstore.store import S3Store
 
 from baton.config.groups import HandoffSettings
-from baton.library.archive.storage import ArchivedStorage, open_archived
+from baton.library.archive.tier import Archived, open_archived
 from baton.library.here.images import ImageStore
 from baton.library.here.records import RecordFolder
 from baton.library.library import Library
-from baton.library.shared.storage import open_shared
-from baton.library.tiers import HandoffStorage
+from baton.library.tiers import Here
+from baton.library.valkey.pool import open_pool
 from baton.telemetry.metrics import GatewayMetrics
 from baton_kv.stores.file import IMAGES, RECORDS, FileStore
 from support.gateways import free_port
@@ -192,7 +192,7 @@ def _answers(endpoint: str, process: subprocess.Popen[bytes]) -> bool:
 class ArchivedMachine(Machine):
     """A machine that archives its handoffs."""
 
-    storage: ArchivedStorage  # type: ignore[assignment]  # a machine's own is a shared one
+    storage: Archived
 
     async def quiet(self) -> None:
         """Wait until nothing is done in the background, in the archive neither."""
@@ -236,10 +236,10 @@ def archived_machine(
     chosen = HandoffSettings(**given | settings)
     root, metrics = folder / "store", GatewayMetrics()
     store = FileStore(root)
-    inner: HandoffStorage = (
-        open_shared(chosen, store, root, metrics.shared_store)
-        if shared is not None
-        else HandoffStorage(store, RecordFolder(root / RECORDS), ImageStore(root / IMAGES))
-    )
-    storage = open_archived(chosen, inner, root, metrics.archive)
+    if shared is None:
+        here = Here(store, RecordFolder(root / RECORDS), ImageStore(root / IMAGES))
+    else:
+        pool = open_pool(chosen, root, metrics.shared_store)
+        here = Here(store, pool.records, pool.images, pool, int(chosen.budget))
+    storage = open_archived(chosen, here, root, metrics.archive)
     return ArchivedMachine(store, storage, Library(chosen, storage, metrics.handoffs), metrics)  # type: ignore[arg-type]

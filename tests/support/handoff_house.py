@@ -18,7 +18,7 @@ from baton.library.handoff import Handoff, HandoffState
 from baton.library.here.images import ImageStore
 from baton.library.here.records import RecordFolder
 from baton.library.library import Library
-from baton.library.tiers import HandoffStorage
+from baton.library.tiers import Here
 from baton.relay.audit import Audits
 from baton.telemetry.metrics import AuditMetrics, HandoffMetrics
 from baton_kv.stores.file import FileStore
@@ -53,7 +53,7 @@ class House:
     def handoffs(self, **settings: Any) -> Library:
         return Library(
             HandoffSettings(**settings),
-            HandoffStorage(
+            Here(
                 FileStore(self.folder / "store"),
                 RecordFolder(self.folder / "records"),
                 ImageStore(self.folder / "store" / "images"),

@@ -127,7 +127,7 @@ async def survive(server: StoreServer, tmp_path: Path, changes: int, seed: int) 
 
 async def list_and_sweep(one: Machine) -> None:
     await listed(one, "victim")
-    await one.handoffs._sweeper._sweep()
+    await one.handoffs._upkeep.sweep()
     await one.quiet()
     assert failures(one) == 0
 
@@ -136,7 +136,7 @@ async def start_and_save(other: Machine) -> None:
     await list_and_sweep(other)
     left = await other.leave("victim")
     assert left.id in await listed(other, "victim")
-    await other.handoffs.bring(left, ENGINE)
+    await other.handoffs.fetch_here(left, ENGINE)
     await other.handoffs.delete(left)
     assert left.id not in await listed(other, "victim")
     assert failures(other) == 0

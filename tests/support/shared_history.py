@@ -21,10 +21,11 @@ from prometheus_client import CollectorRegistry
 from baton.config.groups import HandoffSettings
 from baton.errors import HandoffPinsFull, HandoffStoreUnavailable
 from baton.library.handoff import Handoff
+from baton.library.here.entries import Deadline
 from baton.library.saving import ChangeRules
-from baton.library.shared.connection import SharedAddress, SharedConnection
-from baton.library.shared.files import PoolFiles, Room, SharedFile
-from baton.library.shared.records import SharedRecords
+from baton.library.valkey.connection import ValkeyAddress, ValkeyConnection
+from baton.library.valkey.files import Room, ValkeyFile, ValkeyFiles
+from baton.library.valkey.records import ValkeyRecords
 from baton.telemetry.metrics import SharedStoreMetrics
 from baton_kv.stores.base import StoreError
 from support.store_history import SCOPES, WRONG, Log, work
@@ -34,10 +35,10 @@ BUDGET = 3 * 1024 * 1024
 KEYS = 12
 
 
-def connect(url: str) -> tuple[SharedConnection, PoolFiles]:
+def connect(url: str) -> tuple[ValkeyConnection, ValkeyFiles]:
     metrics = SharedStoreMetrics(CollectorRegistry())
-    connection = SharedConnection(SharedAddress(url, "baton", b"s" * 32), metrics)
-    return connection, PoolFiles(connection, metrics)
+    connection = ValkeyConnection(ValkeyAddress(url, "baton", b"s" * 32), metrics)
+    return connection, ValkeyFiles(connection, metrics)
 
 
 class SharedEntries:
@@ -63,14 +64,14 @@ class SharedEntries:
         begun(value)
         data = key.encode() + value.encode() + body
         room = Room(BUDGET, LIVES_S * 1000, automatic=self._rng.random() < 0.2)
-        self._files.push(key, [SharedFile(key, len(data), partial(_read_into, data))], room)
+        self._files.push(key, [ValkeyFile(key, len(data), partial(_read_into, data))], room)
         return value
 
     def get(self, key: str) -> str | None:
         """See it as a fetch does: bytes alone, as of a put that was killed and then deleted, are no entry."""
         if self._files.names(key)[-1:] != [key]:
             return None
-        _, chunks = self._files.chunks(key, time.monotonic() + 5, 1 << 30)
+        _, chunks = self._files.chunks(key, Deadline.within("the test's", 5), 1 << 30)
         data = b"".join(chunks)
         told, value, body = data[: len(key)], data[len(key) : len(key) + 64], data[len(key) + 64 :]
         whole = told.decode() == key and hashlib.sha256(body).hexdigest() == value.decode()
@@ -88,7 +89,7 @@ class SharedHandoffRecords:
 
     def __init__(self, url: str, rng: random.Random) -> None:
         self._connection, files = connect(url)
-        self._records = SharedRecords(self._connection, files, BUDGET)
+        self._records = ValkeyRecords(self._connection, files, BUDGET)
         self._rng = rng
         settings = HandoffSettings(budget=BUDGET)  # type: ignore[arg-type]  # a number is a size
         self._rules = ChangeRules(settings, lambda _record, pin: pin, lambda _record: {})

@@ -22,7 +22,8 @@ from baton.engines.fake.engine import FakeEngine
 from baton.engines.transfers import TransferRequest
 from baton.library.handoff import Handoff
 from baton.library.library import Library
-from baton.library.shared.storage import SharedStorage, open_shared
+from baton.library.tiers import Here, Tier
+from baton.library.valkey.pool import ValkeyPool, open_pool
 from baton.telemetry.metrics import GatewayMetrics
 from baton_kv.entry import write
 from baton_kv.folders import store_secret
@@ -108,9 +109,15 @@ class Machine:
     """A machine's own store and its gateway's handoffs."""
 
     store: FileStore
-    storage: SharedStorage
+    storage: Tier
     handoffs: Library
     metrics: GatewayMetrics = field(default_factory=GatewayMetrics)
+
+    @property
+    def pool(self) -> ValkeyPool:
+        """What its gateway shares with others."""
+        assert isinstance(self.storage.here.pool, ValkeyPool)
+        return self.storage.here.pool
 
     def entry(self, key: str, blocks: int = 4, after: str | None = None) -> int:
         """Put an entry into its store, perhaps one that continues another; returns its own file's bytes."""
@@ -162,5 +169,6 @@ def machine(folder: Path, url: str, secret: str = SECRET, **settings: Any) -> Ma
         **{"shared": url, "shared_secret_file": folder / "secret.txt", "shared_timeout_s": 5} | settings
     )
     store, metrics = FileStore(folder / "store"), GatewayMetrics()
-    storage = open_shared(chosen, store, folder / "store", metrics.shared_store)
+    pool = open_pool(chosen, folder / "store", metrics.shared_store)
+    storage = Here(store, pool.records, pool.images, pool, int(chosen.budget))
     return Machine(store, storage, Library(chosen, storage, metrics.handoffs), metrics)

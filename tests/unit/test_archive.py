@@ -20,7 +20,7 @@ from baton.engines.transfers import TransferReport, TransferRequest
 from baton.errors import HandoffImagesLost, HandoffNotFound, SettingsError
 from baton.images.placed_image import PlacedImage
 from baton.library.archive.archiver import remove_expired
-from baton.library.archive.storage import LOOK_AGAIN_S
+from baton.library.archive.tier import LOOK_AGAIN_S
 from baton.library.handoff import Handoff, HandoffState
 from baton.library.library import Library
 
@@ -72,7 +72,7 @@ async def test_a_pinned_handoff_outlives_its_machine_bit_for_bit(
     assert list(found.tokens) == list(first.tokens)
     assert [each.id for each in (await two.handoffs.page("local", limit=9, after=None))[0]] == [first.id]
     assert not two.handoffs.is_here(found)
-    await two.handoffs.bring(found, ENGINE)
+    await two.handoffs.fetch_here(found, ENGINE)
     assert two.read(found.key) == kv
     assert two.store.pinned() == {found.key.partition("/")[0]: len(kv)}
     assert not await gone(machines.wiped(two, "one").handoffs, found)
@@ -119,7 +119,7 @@ async def test_what_continues_another_shares_its_file_in_the_archive_too(
     assert len(archive.names("files")) == 2
     two = machines.wiped(one, "one")
     found = await two.handoffs.get(second.id, "local")
-    await two.handoffs.bring(found, ENGINE)
+    await two.handoffs.fetch_here(found, ENGINE)
     assert (two.read(found.key), two.read(found.key, 0)) == kv
     await two.handoffs.delete(found)
     await two.quiet()
@@ -223,7 +223,7 @@ async def test_a_file_that_was_changed_is_never_put_into_a_store(
     (name,) = archive.names("files")
     archive.damage(name)
     found = await two.handoffs.get(record.id, "local")
-    await two.handoffs.bring(found, ENGINE)
+    await two.handoffs.fetch_here(found, ENGINE)
     await two.quiet()
     assert not two.store.exists(record.key)
     assert not list((machines.folder / "two/store/writing").iterdir())
@@ -232,7 +232,7 @@ async def test_a_file_that_was_changed_is_never_put_into_a_store(
     archive.delete(name)
     three = machines("three")
     found = await three.handoffs.get(record.id, "local")
-    await three.handoffs.bring(found, ENGINE)
+    await three.handoffs.fetch_here(found, ENGINE)
     assert (found.state, three.handoffs.is_here(found)) == (HandoffState.READY, False)
 
 
@@ -347,11 +347,11 @@ async def test_a_handoff_that_the_machine_evicted_is_found_again(
     record = await one.leave(pin=True)
     kv = one.read(record.key)
     found = await one.handoffs.get(record.id, "local")
-    one.handoffs._sweeper._evict(found)
+    one.handoffs._upkeep._evict(found)
     await one.quiet()
     assert not one.store.exists(record.key)
     again = await one.handoffs.get(record.id, "local")
-    await one.handoffs.bring(again, ENGINE)
+    await one.handoffs.fetch_here(again, ENGINE)
     assert one.read(record.key) == kv
 
 
@@ -415,7 +415,7 @@ async def test_with_a_shared_store_the_archive_follows_it_and_gives_back_what_it
         three = machines("three", shared=valkey.url)
         found = await three.handoffs.get(record.id, "local")
         assert (found.label, found.ttl_s) == ("mine", pytest.approx(100, abs=5))
-        await three.handoffs.bring(found, ENGINE)
+        await three.handoffs.fetch_here(found, ENGINE)
         assert three.read(record.key) == kv
         await three.quiet()
         assert list(valkey.client.scan_iter("baton:f:*"))  # it is in the shared store again
@@ -424,7 +424,7 @@ async def test_with_a_shared_store_the_archive_follows_it_and_gives_back_what_it
         for name in archive_names:
             archive.delete(name)
         again = await four.handoffs.get(record.id, "local")
-        await four.handoffs.bring(again, ENGINE)
+        await four.handoffs.fetch_here(again, ENGINE)
         assert four.read(record.key) == kv  # from the shared store
         await four.handoffs.delete(again)
         await four.quiet()

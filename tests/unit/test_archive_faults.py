@@ -39,17 +39,17 @@ async def test_an_archive_that_hangs_is_left_alone_after_three_deadlines_and_the
         assert time.monotonic() - began < 100 * 0.5 / 2  # half of a hundred deadlines
         one.storage.seen._versions.clear()
         assert await one.handoffs.get(record.id, "local")  # what is on the machine is served
-        await two.handoffs.bring(found, ENGINE)
+        await two.handoffs.fetch_here(found, ENGINE)
         assert not two.handoffs.is_here(found)  # so it is computed
         with pytest.raises(HandoffStoreUnavailable):
             await two.handoffs.delete(found)
         with pytest.raises(HandoffStoreUnavailable):
             await two.handoffs.change(found, {"label": "lost?"})
     for machine in (one, two):
-        machine.storage.archive.bucket._resting_until = 0.0
+        machine.storage.archive.bucket.breaker.resting_until = 0.0
     with pytest.raises(HandoffNotFound):
         await one.handoffs.get("y" * 32, "local")
-    await two.handoffs.bring(found, ENGINE)
+    await two.handoffs.fetch_here(found, ENGINE)
     assert two.read(record.key) == one.read(record.key)
     one.close()
     two.close()
@@ -65,7 +65,7 @@ async def test_what_could_not_be_archived_is_when_the_archive_is_back(
         assert one.handoffs.is_here(record)
     assert archive.names("records") == []
     assert one.storage.archiver.is_waiting(record.id)
-    one.storage.archive.bucket._resting_until = 0.0
+    one.storage.archive.bucket.breaker.resting_until = 0.0
     one.storage.archiver._later[record.id] = 0.0
     deadline = time.monotonic() + 20
     while one.storage.archiver.is_waiting(record.id):
@@ -82,7 +82,7 @@ async def test_a_dead_archive_costs_nothing_but_what_it_alone_has(tmp_path: Path
         record = await one.leave(pin=True)
         found = await two.handoffs.get(record.id, "local")
         archive.kill()
-        await two.handoffs.bring(found, ENGINE)
+        await two.handoffs.fetch_here(found, ENGINE)
         assert not two.handoffs.is_here(found)
         later = await one.leave(pin=True)  # on this machine alone
         assert one.handoffs.is_here(later)

@@ -20,7 +20,7 @@ from baton.library.handoff import Handoff, key_of
 from baton.library.here.records import Edit
 from baton.library.index import SUPERSEDED_FOR_S
 from baton.library.library import Library
-from baton.library.tiers import HandoffStorage
+from baton.library.tiers import Here
 from baton.relay.automatic import SEEN, TRIED, AutomaticHandoffs, SaveRule
 from baton.relay.cost import LoadCost
 from baton.telemetry.metrics import HandoffMetrics
@@ -106,14 +106,14 @@ async def test_a_context_is_found_while_its_record_is_being_written(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gateway = Gateway(house)
-    create, found = HandoffStorage.create, list[int]()
+    create, found = Here.create, list[int]()
     loop = asyncio.get_running_loop()
 
-    def late(storage: HandoffStorage, record: Handoff, edit: Edit) -> bool:
+    def late(storage: Here, record: Handoff, edit: Edit) -> bool:
         found.append(asyncio.run_coroutine_threadsafe(gateway.finds(tokens(100)), loop).result(10))
         return create(storage, record, edit)
 
-    monkeypatch.setattr(HandoffStorage, "create", late)
+    monkeypatch.setattr(Here, "create", late)
     await gateway.ask(tokens(100))
     assert found == [100]
 
@@ -124,7 +124,7 @@ async def test_only_the_last_context_of_a_conversation_is_kept(house: House) -> 
         await gateway.ask(tokens(100 * turns))
     assert await gateway.finds(tokens(300)) == 300
     house.clocks.pass_(SUPERSEDED_FOR_S + 1)
-    gateway.handoffs._sweeper.drop_expired()
+    gateway.handoffs._upkeep.drop_expired()
     await asyncio.gather(*gateway.handoffs.background.running)
     assert len(list((house.folder / "store").rglob("*.kv"))) == 1
     assert await gateway.finds(tokens(100)) == 100, "of the last one, whose prefix it is"
@@ -171,7 +171,7 @@ async def test_a_restarted_gateway_and_one_beside_it_find_them_too(house: House)
     one, two = Gateway(house), Gateway(house)
     await one.ask(tokens(100, 1000))
     assert await two.finds(tokens(100, 1000)) == 0
-    await two.handoffs._sync.refresh()
+    await two.handoffs._holdings.refresh()
     assert await two.finds(tokens(100, 1000)) == 100
 
 
@@ -326,7 +326,7 @@ async def test_a_step_of_the_clock_takes_no_context_away_and_keeps_none_longer(
     gateway = Gateway(house, ttl_s=60)
     await gateway.ask(tokens(100))
     house.clocks.wall += step
-    gateway.handoffs._sweeper.drop_expired()
+    gateway.handoffs._upkeep.drop_expired()
     assert await gateway.finds(tokens(100)) == 100
     house.clocks.pass_(61)
     assert await gateway.finds(tokens(100)) == 0
@@ -339,7 +339,7 @@ async def test_kv_that_was_evicted_no_longer_hides_what_is_there(house: House) -
     assert evicted is not None
     assert evicted.save is not None
     FileStore(house.folder / "store").delete(evicted.save)
-    await gateway.handoffs._sweeper.forget_evicted()
+    await gateway.handoffs._upkeep.forget_evicted()
     assert await gateway.finds([*tokens(100), *tokens(100, 700)]) == 100
 
 

@@ -20,11 +20,11 @@ from baton.engines.transfers import TransferReport, TransferRequest
 from baton.errors import HandoffNotFound, HandoffPinsFull
 from baton.images.client_image import ClientImage
 from baton.images.placed_image import PlacedImage
-from baton.library.handoff import MAX_CONVERSATION_BYTES, Handoff, HandoffState
+from baton.library.handoff import MAX_CONVERSATION_BYTES, Context, Handoff, HandoffState
 from baton.library.here.images import ImageStore
 from baton.library.here.records import RecordFolder
 from baton.library.library import Library
-from baton.library.tiers import HandoffStorage
+from baton.library.tiers import Here
 from baton.relay.prompt.chat import AFTER_THE_PROMPT, conversation_of
 from baton.telemetry.metrics import HandoffMetrics
 from baton_kv.contract import new_key
@@ -38,7 +38,7 @@ SCRIPTS = {"latin": "x", "control": "\x01", "han": "\u6c49", "emoji": "\U0001f60
 
 def gateway(folder: Path, budget: int = 8 * MIB) -> Library:
     root = folder / "store"
-    storage = HandoffStorage(
+    storage = Here(
         FileStore(root, budget=budget), RecordFolder(root / "records"), ImageStore(root / "images")
     )
     return Library(HandoffSettings(budget=budget), storage, HandoffMetrics(CollectorRegistry()))  # type: ignore[arg-type]  # a number is a size
@@ -54,8 +54,9 @@ async def left(
 ) -> Handoff:
     record = handoffs.begin(ENGINE, tenant, **more)
     body = {"messages": [{"role": "user", "content": text}]}
-    record.conversation = conversation_of(body, AFTER_THE_PROMPT)
-    handoffs.end(record, TransferRequest(report=TransferReport(saves=False), images=images or []), [1, 2, 3])
+    context = Context(conversation_of(body, AFTER_THE_PROMPT))
+    transfer = TransferRequest(report=TransferReport(saves=False), images=images or [])
+    handoffs.end(record, transfer, [1, 2, 3], context)
     await asyncio.gather(*handoffs.background.running)
     assert record.state is HandoffState.READY
     return record
@@ -128,7 +129,7 @@ async def test_two_gateways_keep_one_budget_and_each_evicts_the_largest_tenant_s
     for each in gateways:
         assert [await there(each, record) for record in (*quiet, quiet_pin)] == [True] * 4
     page, _ = await gateways[0].page("loud", limit=100, after=None)
-    pinned = sum(record.usage.non_kv_bytes for record in page if record.pin)
+    pinned = sum(record.footprint.non_kv_bytes for record in page if record.pin)
     assert 0 < pinned <= 2 * MIB, "a quarter of the budget: half, for two tenants"
 
 
@@ -187,9 +188,9 @@ async def test_a_handoff_s_weight_is_what_it_takes_in_memory(shape: str, tmp_pat
     handoffs = gateway(tmp_path)
     record = handoffs.begin(ENGINE, "local")
     before = tracemalloc.get_traced_memory()[0]
-    record.conversation = conversation_of(json.loads(written), None)
+    context = Context(conversation_of(json.loads(written), None))
     taken = tracemalloc.get_traced_memory()[0] - before
-    handoffs.end(record, TransferRequest(report=TransferReport(saves=False)), array("i", range(50)))
+    handoffs.end(record, TransferRequest(report=TransferReport(saves=False)), array("i", range(50)), context)
     await asyncio.gather(*handoffs.background.running)
     again = (await gateway(tmp_path).get(record.id, "local")).weight
     print(f"\nB13 {shape}: {taken} bytes in memory, weight {record.weight}, {again} after a restart")

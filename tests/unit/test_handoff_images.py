@@ -20,11 +20,11 @@ from baton.engines.transfers import TransferReport, TransferRequest
 from baton.errors import HandoffImagesLost, HandoffIncompatible
 from baton.images.client_image import ClientImage
 from baton.images.placed_image import PlacedImage
-from baton.library.handoff import Handoff, HandoffState
+from baton.library.handoff import Context, Handoff, HandoffState
 from baton.library.here.images import ImageStore
 from baton.library.here.records import RecordFolder
 from baton.library.library import Library
-from baton.library.tiers import ORPHANED_AFTER_S, HandoffStorage
+from baton.library.tiers import ORPHANED_AFTER_S, Here
 from baton.relay.sources import Sources
 from baton.telemetry.metrics import HandoffMetrics
 from baton_kv.stores.file import FileStore
@@ -46,7 +46,7 @@ def gateway(folder: Path, **settings: Any) -> Library:
     chosen = HandoffSettings(**settings)
     return Library(
         chosen,
-        HandoffStorage(
+        Here(
             FileStore(folder / "store", budget=int(chosen.budget)),
             RecordFolder(folder / "records"),
             ImageStore(folder / "store" / "images"),
@@ -161,7 +161,7 @@ async def test_images_of_nobody_are_swept_and_those_of_a_chain_just_begun_are_no
         if path != young:
             os.utime(path, (past, past))
     begun = handoffs.begin(ENGINE, "local", parents=[first.id])
-    begun.add_images(placed(picture(1)))
+    begun.fill([], Context(), placed(picture(1)))
     assert ImageStore(folder).save(begun)
     async with handoffs.running():
         await becomes(lambda: not orphan.exists() and not torn.exists())

@@ -5,15 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.memory_store import MemoryStore
 
 from baton.config.groups import HandoffSettings
 from baton.errors import HandoffNotFound
 from baton.library.handoff import Handoff, HandoffState, new_id
-from baton.library.here.images import ImageStore
-from baton.library.here.records import RecordFolder
 from baton.library.library import Library
-from baton.library.tiers import HandoffStorage
+from baton.library.tiers import nowhere
 from baton.telemetry.metrics import GatewayMetrics
 
 pytestmark = pytest.mark.fault("E19")
@@ -27,7 +24,7 @@ def record(created_at: float, tenant: str = "acme", **more: Any) -> Handoff:
 
 @pytest.fixture
 def handoffs() -> Library:
-    storage = HandoffStorage(MemoryStore(), RecordFolder(None), ImageStore(None))
+    storage = nowhere()
     return Library(HandoffSettings(), storage, GatewayMetrics().handoffs)
 
 

@@ -94,7 +94,7 @@ async def test_only_saves_hold_up_the_engines_end(house: House, monkeypatch: pyt
     """Other work in the background ends with them."""
     monkeypatch.setattr("baton.library.library.CLOSE_WITHIN_S", 60)
     handoffs = house.handoffs()
-    endless = handoffs.begin_work(asyncio.sleep(600))
+    endless = handoffs.in_background(asyncio.sleep(600))
     async with asyncio.timeout(20), handoffs.settling():
         pass
     endless.cancel()

@@ -9,10 +9,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
-from support.memory_store import MemoryStore
 
 from baton.admission.fair_threads import in_own_thread
 from baton.config.groups import HandoffSettings
@@ -22,10 +21,11 @@ from baton.errors import GatewayOverloaded, HandoffNotFound
 from baton.library.handoff import Handoff, HandoffState, new_id
 from baton.library.here.images import ImageStore
 from baton.library.here.records import News, RecordFolder
+from baton.library.holdings import FETCHES, PUSHES, THREADS, HandoffThreads
 from baton.library.library import Library
-from baton.library.threads import FETCHES, PUSHES, THREADS, HandoffThreads
-from baton.library.tiers import HandoffStorage
+from baton.library.tiers import Here, nowhere
 from baton.telemetry.metrics import GatewayMetrics
+from baton_kv.stores.file import FileStore
 
 pytestmark = [pytest.mark.fault("E19"), pytest.mark.timeout(60)]
 FLOOD = 200
@@ -33,16 +33,12 @@ ENGINE = FakeEngine("a", supports_handoffs=True)
 
 
 @dataclass(frozen=True)
-class SlowStorage(HandoffStorage):
+class SlowStorage(Here):
     """A shared store that does not answer what one tenant asks, until it is let go."""
 
     go: threading.Event = field(default_factory=threading.Event)
     calls: Counter[str] = field(default_factory=Counter)
     begun: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
-
-    @property
-    def shared(self) -> bool:
-        return True
 
     def _wait(self, name: str, tenant: str) -> None:
         self.calls[name] += 1
@@ -61,9 +57,8 @@ class SlowStorage(HandoffStorage):
         self._wait("fetch", record.tenant)
         return 1
 
-    def share(self, record: Handoff) -> bool:
+    def share(self, record: Handoff) -> None:
         self._wait("share", record.tenant)
-        return True
 
     def refresh(self) -> News:
         self._wait("refresh", "flood")
@@ -71,10 +66,13 @@ class SlowStorage(HandoffStorage):
 
 
 def slow_handoffs(wait_s: float | None = None) -> tuple[SlowStorage, Library]:
-    storage = SlowStorage(MemoryStore(), RecordFolder(None), ImageStore(None))
+    records = RecordFolder(None)
+    storage = SlowStorage(nowhere().store, records, ImageStore(None), cast("Any", object()))
     metrics = GatewayMetrics()
     threads = HandoffThreads(wait_s, metrics.queues)
-    return storage, Library(HandoffSettings(), storage, metrics.handoffs, threads=threads)
+    library = Library(HandoffSettings(), storage, metrics.handoffs, threads=threads)
+    records.refresh = storage.refresh  # type: ignore[method-assign]  # from now on
+    return storage, library
 
 
 async def until(storage: SlowStorage, calls: int) -> None:
@@ -131,12 +129,12 @@ async def test_copies_of_one_tenant_hold_up_no_other(work: str, places: int) -> 
 
     async def begin(tenant: str) -> None:
         record = handoffs.begin(ENGINE, tenant)
-        handoffs._saves._settle(record, record.state)
+        handoffs._saving._settle(record, record.state)
         record.bytes = 1
         if work == "fetch":
-            await handoffs._fetches.bring(record, ENGINE)
+            await handoffs._fetches.fetch_here(record, ENGINE)
         else:
-            await handoffs._saves._share(record)
+            await handoffs._saving._push_kv(record)
 
     tasks = flood(lambda: begin("flood"))
     await until(storage, places)
@@ -185,15 +183,38 @@ async def test_a_save_that_holds_the_budgets_lock_does_not_wait_behind_its_tenan
     for tenant in ("flood", "another"):
         record = handoffs.begin(ENGINE, tenant, automatic=new_id(automatic=True))
         record.tokens.extend(range(64))
-        await asyncio.wait_for(handoffs._saves._write_record(record), 20)
+        await asyncio.wait_for(handoffs._saving._write_record(record), 20)
     await end(storage, tasks)
+
+
+async def test_a_deletion_that_is_refused_leaves_the_handoff_and_another_is_final(tmp_path: Path) -> None:
+    """A handoff that is gone here and has its record still would be back after a restart."""
+    store, threads = FileStore(tmp_path / "store"), HandoffThreads(wait_s=0.01)
+    tier = Here(store, RecordFolder(tmp_path / "records"), ImageStore(tmp_path / "images"))
+    handoffs = Library(HandoffSettings(), tier, GatewayMetrics().handoffs, threads=threads)
+    record = handoffs.begin(ENGINE, "local")
+    handoffs.end(record, TransferRequest(report=TransferReport(saves=False)), range(64))
+    await handoffs.settled(record, 20)
+    await asyncio.gather(*handoffs.background.running)
+    go = threading.Event()
+    busy = [asyncio.ensure_future(threads.storage.run("local", go.wait, 50)) for _ in range(THREADS)]
+    await asyncio.sleep(0)
+    with pytest.raises(GatewayOverloaded):
+        await handoffs.delete(record)
+    go.set()
+    await asyncio.gather(*busy)
+    assert await handoffs.get(record.id, "local") is record
+    await handoffs.delete(record)
+    with pytest.raises(HandoffNotFound):
+        await handoffs.get(record.id, "local")
+    assert not list((tmp_path / "records").glob("*.json"))
 
 
 async def test_lists_do_not_wait_behind_removals() -> None:
     storage, handoffs = slow_handoffs()
     storage.go.set()
     gone = threading.Event()
-    removing = flood(lambda: handoffs._sweeper._run(gone.wait, 50))
+    removing = flood(lambda: handoffs._upkeep._run(gone.wait, 50))
     await asyncio.sleep(0)
     assert await asyncio.wait_for(handoffs.page("another", limit=9, after=None), 20) == ([], False)
     gone.set()

@@ -22,7 +22,7 @@ from baton.library.handoff import Handoff
 from baton.library.here.images import ImageStore
 from baton.library.here.records import RecordFolder
 from baton.library.library import Library
-from baton.library.tiers import HandoffStorage
+from baton.library.tiers import Here
 from baton.relay.sources import Sources
 from baton.telemetry.metrics import HandoffMetrics
 from baton_kv.folders import open_file
@@ -61,7 +61,7 @@ class House:
     def gateway(self, *, ahead: float = 0.0, **settings: Any) -> Library:
         chosen, clock = HandoffSettings(**settings), Clock(self.now, ahead)
         root = self.folder / "store"
-        storage = HandoffStorage(
+        storage = Here(
             FileStore(root, budget=int(chosen.budget)),
             RecordFolder(root / "records"),
             ImageStore(root / "images"),
@@ -217,7 +217,7 @@ async def test_a_handoff_that_another_gateway_gave_more_time_is_not_removed_when
     house.now[0] += 50
     await changed(first, record.id, ttl_s=600)
     house.now[0] += 20
-    second._sweeper.drop_expired()  # before it has looked at what the other did
+    second._upkeep.drop_expired()  # before it has looked at what the other did
     await asyncio.gather(*second.background.running)
     assert (await second.get(record.id, "local")).expires_at == record.expires_at
     assert await ids(first) == await ids(second) == [record.id]
@@ -298,7 +298,7 @@ async def test_a_limit_on_all_of_a_life_below_that_of_one_does_not_shorten_it(ho
 async def test_a_new_life_asked_for_after_the_clock_jumped_ends_none(house: House) -> None:
     handoffs = house.gateway(ttl_s=3600, max_life_s=3600)
     record = await house.left(handoffs)
-    handoffs._wall = handoffs._sync._wall = lambda: 1_700_000_000.0 + house.now[0] + 86_400
+    handoffs._holdings.wall = lambda: 1_700_000_000.0 + house.now[0] + 86_400
     await handoffs.change(record, {"ttl_s": 600})
     assert (await handoffs.get(record.id, "local")).id == record.id
 
@@ -318,6 +318,6 @@ async def test_a_record_that_cannot_be_read_just_now_is_not_taken_for_a_deleted_
     with monkeypatch.context() as patched:
         patched.setattr("baton.library.here.records.open_file", out_of_descriptors)
         await gateway.change(record, {"label": "a"})
-        assert gateway._storage.remove_expired(record) is None
+        assert gateway._tier.remove_expired(record) is None
     again = house.gateway()
     assert (await again.get(record.id, "local")).id == record.id

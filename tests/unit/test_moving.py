@@ -71,7 +71,7 @@ def test_more_is_computed_of_a_part_that_shares_no_beginning(shared: int) -> Non
 def test_of_an_image_all_tokens_are_moved() -> None:
     """The engine computes no image between moved tokens."""
     whole = part(range(40))
-    whole.record.positions = [ImagePosition("a" * 64, 5, 4), ImagePosition("b" * 64, 20, 4)]
+    whole.record.positions.extend([ImagePosition("a" * 64, 5, 4), ImagePosition("b" * 64, 20, 4)])
     parts = [part([1, 2, 3]), whole]
     assert moved([1, 2, 3, *range(40), 7], parts, 3, 43) == [None, (5, 34, 8)]
 
@@ -185,7 +185,7 @@ def test_images_that_a_model_takes_at_the_beginning_alone_come_first(target: lis
         digest="a" * 64, media_type="image/png", width=1, height=1, bytes=1, offset=0, length=1, target=target
     )
     shows = part([1, 2])
-    shows.record.images = [image]
+    shows.record.images.append(image)
     assert shows.must_be_first is not bool(target)
 
 
@@ -194,8 +194,8 @@ def test_prompts_find_only_kv_that_the_engine_would_compute_of_them(
     exact: bool, steps: int, found: bool
 ) -> None:
     index, tokens = HandoffIndex(time.monotonic), list(range(200))
-    record = part(tokens).record
-    record.state, record.exact, record.latent_steps = HandoffState.READY, exact, steps
+    told = {"state": HandoffState.READY, "exact": exact, "latent_steps": steps}
+    record = part(tokens).record.model_copy(update=told)
     index.add(record, 60)
     index.publish(record)
     match = index.prefixes.find("local", "w", [*tokens, 1], lambda _: True)

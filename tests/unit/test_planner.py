@@ -47,7 +47,7 @@ def test_a_context_with_an_image_costs_its_encoding_too() -> None:
     engine.throughput.loaded(SIZE, 0.04)
     assert LoadCost().decide(engine, seen).choice is Choice.RECOMPUTE
     image = {"digest": "0" * 64, "media_type": "image/png", "width": 1, "height": 1, "bytes": 1}
-    seen.images = [StoredImage(**image, offset=10, length=4, target=[1])]  # type: ignore[arg-type]  # plain values
+    seen.images.append(StoredImage(**image, offset=10, length=4, target=[1]))  # type: ignore[arg-type]  # plain values
     decision = LoadCost().decide(engine, seen)
     assert (decision.choice, decision.prefill_s) == (Choice.LOAD, pytest.approx(0.06))
     assert LoadCost().decide(engine, seen, 10).prefill_s == pytest.approx(0.0001), "before the image"
@@ -86,8 +86,7 @@ def test_what_was_thought_is_loaded_however_slow_the_store_is() -> None:
     engine, planner = engine_that_prefills(1000), LoadCost()
     for _ in range(3):
         engine.throughput.loaded(SIZE, SIZE / 5e6)
-    thought = record()
-    thought.latent_steps = 40
+    thought = record().model_copy(update={"latent_steps": 40})
     assert planner.decide(engine, record()).choice is Choice.RECOMPUTE
     assert planner.decide(engine, thought).prefill_s is None, "no step has been seen yet"
     engine.throughput.latent_computed(10, 0.5)
@@ -104,9 +103,9 @@ def test_what_an_h200_computes_faster_than_it_is_loaded_is_computed(
     tokens: int, prefill_s: float, load_s: float
 ) -> None:
     """An 8B model's KV at 2.2 GiB/s (`docs/results/gpu.md`); loads as fast as the card's link turn it round."""
-    engine, context, size = FakeEngine("a"), record(), tokens * 131_072
-    context.tokens, context.bytes = array("i", range(tokens)), size
-    planner = LoadCost()
+    size = tokens * 131_072
+    context = record().model_copy(update={"tokens": array("i", range(tokens)), "bytes": size})
+    engine, planner = FakeEngine("a"), LoadCost()
     assert planner.decide(engine, context).choice is Choice.LOAD, "nothing is known yet"
     engine.throughput.loaded(size, load_s)
     engine.throughput.prefilled(tokens, prefill_s)

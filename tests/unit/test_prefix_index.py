@@ -10,7 +10,7 @@ import pytest
 
 from baton.images.image_position import ImagePosition, with_distinct_images
 from baton.library.handoff import Handoff
-from baton.library.prefixes import BLOCK, PrefixIndex, PrefixMatch, shared_tokens
+from baton.library.prefixes import BLOCK, PrefixIndex, PrefixMatch, common_tokens
 
 
 def record(tokens: Sequence[int], tenant: str = "a", weights: str = "w", **more: object) -> Handoff:
@@ -119,10 +119,10 @@ def test_the_contexts_that_another_continues() -> None:
 def test_tokens_are_compared_whatever_holds_them() -> None:
     for length in (0, 1, 2, 31, 64, 1000):
         tokens = list(range(length))
-        assert shared_tokens(array("i", tokens), tokens) == length
+        assert common_tokens(array("i", tokens), tokens) == length
         for place in {0, length // 2, length - 1} & set(range(length)):
             other = [*tokens[:place], -1, *tokens[place + 1 :]]
-            assert shared_tokens(array("i", tokens), other) == place
+            assert common_tokens(array("i", tokens), other) == place
     index = PrefixIndex()
     index.add(record(range(40)))
     with pytest.raises(OverflowError):

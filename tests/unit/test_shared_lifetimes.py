@@ -16,9 +16,10 @@ from support.wire import wait_for
 from baton.engines.transfers import TransferRequest
 from baton.errors import HandoffNotFound, HandoffStoreUnavailable
 from baton.library.handoff import HandoffState
-from baton.library.shared import files as pool_files
-from baton.library.shared import records as shared_records
-from baton.library.shared.files import CHUNK_BYTES, CHUNKS_AT_ONCE, SharedFile
+from baton.library.here.entries import Deadline
+from baton.library.valkey import files as pool_files
+from baton.library.valkey import records as shared_records
+from baton.library.valkey.files import CHUNK_BYTES, CHUNKS_AT_ONCE, ValkeyFile
 from baton_kv.stores.base import StoreError
 
 
@@ -34,7 +35,7 @@ def rows(server: StoreServer) -> dict[str, int]:
 
 
 def read_back(one: Machine, name: str) -> bytes:
-    _, chunks = one.storage.files.chunks(name, time.monotonic() + 10, 1 << 30)
+    _, chunks = one.pool.files.chunks(name, Deadline.within("the test's", 10), 1 << 30)
     return b"".join(chunks)
 
 
@@ -43,7 +44,7 @@ async def test_a_late_report_that_it_is_pending_does_not_end_a_saved_handoff(
 ) -> None:
     one = machine(tmp_path / "one", server.url)
     record = await one.leave(ttl_s=600)
-    assert one.storage.keep_pending([record.id]) == []  # it was on its way while the record was written
+    assert one.pool.records.keep_pending([record.id]) == []  # it was on its way while the record was written
     assert server.client.ttl(f"baton:{{i}}:r:{record.id}") > 500
     assert server.client.zscore("baton:{i}:ends", record.id) / 1000 > time.time() + 500
 
@@ -61,7 +62,7 @@ def test_a_file_that_takes_long_to_write_is_whole_and_never_without_an_end(
         view[:] = data[start : start + len(view)]
         return len(view)
 
-    one.storage.files.write(SharedFile("scope/slow", len(data), slowly), 60_000, time.monotonic() + 60)
+    one.pool.files.write(ValkeyFile("scope/slow", len(data), slowly), 60_000, time.monotonic() + 60)
     assert -1 not in lives
     assert read_back(one, "scope/slow") == data
 
@@ -77,7 +78,7 @@ def test_a_file_of_which_a_part_has_expired_is_not_put_in_place(
         return len(view)
 
     with pytest.raises(StoreError):
-        one.storage.files.write(SharedFile("scope/stalled", size, stalls), 60_000, time.monotonic() + 60)
+        one.pool.files.write(ValkeyFile("scope/stalled", size, stalls), 60_000, time.monotonic() + 60)
     wait_for(lambda: rows(server) == {}, "something stays")
 
 
@@ -111,7 +112,7 @@ async def test_a_gateway_that_was_cut_off_while_it_generated_saves_its_handoff_a
     server.client.zadd("baton:{i}:ends", {record.id: 1})
     await two.leave()  # which removes what has expired
     assert server.client.zscore("baton:{i}:gone", record.id)
-    assert one.storage.keep_pending([record.id]) == []
+    assert one.pool.records.keep_pending([record.id]) == []
     listed, _ = await one.handoffs.page("local", limit=9, after=None)
     assert record.id in {each.id for each in listed}
     assert await one.handoffs.get(record.id, "local") is record
@@ -129,7 +130,7 @@ async def test_what_was_deleted_while_it_was_pending_stays_deleted(
     record = one.handoffs.begin(ENGINE, "local")
     await one.quiet()
     await two.handoffs.delete(await two.handoffs.get(record.id, "local"))
-    assert one.storage.keep_pending([record.id]) == [record.id]
+    assert one.pool.records.keep_pending([record.id]) == [record.id]
     one.entry(record.key)
     one.handoffs.end(record, TransferRequest(), range(64))
     await one.quiet()
@@ -191,7 +192,7 @@ async def test_what_was_read_before_the_store_failed_is_listed(
     monkeypatch.setattr(shared_records, "READ_AT_ONCE", 2)
     one, two = machine(tmp_path / "one", server.url), machine(tmp_path / "two", server.url)
     left = {(await one.leave()).id for _ in range(6)}
-    batch, asked = two.storage.connection.batch, itertools.count()
+    batch, asked = two.pool.connection.batch, itertools.count()
 
     def fails_midway(operation: str, fill: Any) -> Any:
         if next(asked) == 4:
@@ -199,6 +200,6 @@ async def test_what_was_read_before_the_store_failed_is_listed(
         return batch(operation, fill)
 
     with monkeypatch.context() as failing:
-        failing.setattr(two.storage.connection, "batch", fails_midway)
+        failing.setattr(two.pool.connection, "batch", fails_midway)
         await ids(two)
     assert await ids(two) == left

@@ -28,12 +28,12 @@ from baton.errors import (
     SettingsError,
 )
 from baton.images.placed_image import PlacedImage
+from baton.library import holdings as background
 from baton.library import library as service
-from baton.library import threads as background
 from baton.library.fetches import MEASURE_EVERY
 from baton.library.handoff import Handoff, HandoffState, new_id
 from baton.library.library import Library
-from baton.library.shared.storage import SharedStorage
+from baton.library.tiers import Here
 from baton.relay.audit import Audits
 from baton.relay.automatic import AutomaticHandoffs, SaveRule
 from baton.relay.cost import LoadCost
@@ -65,7 +65,7 @@ async def test_kv_goes_to_another_machine_bit_for_bit(server: StoreServer, tmp_p
     found = await two.handoffs.get(first.id, "local")
     assert (found.state, list(found.tokens)) == (HandoffState.READY, list(first.tokens))
     assert not two.handoffs.is_here(found)
-    await two.handoffs.bring(found, ENGINE)
+    await two.handoffs.fetch_here(found, ENGINE)
     assert two.read(found.key) == one.read(first.key)
     assert len(one.read(first.key)) > 2_000_000  # of several chunks
     assert await gone(two.handoffs, found.model_copy(update={"tenant": "another"}))
@@ -77,15 +77,15 @@ async def test_what_continues_another_needs_its_file_too_and_keeps_it(
     one, two = machine(tmp_path / "one", server.url), machine(tmp_path / "two", server.url)
     first = await one.leave(blocks=8)
     second = await one.leave(blocks=16, after=first)
-    alone = one.storage.files.total()
+    alone = one.pool.files.total()
     await one.handoffs.delete(first)
     found = await two.handoffs.get(second.id, "local")
-    await two.handoffs.bring(found, ENGINE)
+    await two.handoffs.fetch_here(found, ENGINE)
     assert two.read(second.key) == one.read(second.key)
     assert two.read(second.key, 0) == one.read(second.key, 0)
-    assert 0 < alone - one.storage.files.total() < 8 * 4096  # the record went, the file did not
+    assert 0 < alone - one.pool.files.total() < 8 * 4096  # the record went, the file did not
     await two.handoffs.delete(found)
-    assert one.storage.files.total() == 0
+    assert one.pool.files.total() == 0
     assert not list(server.client.scan_iter("baton:f:*"))
 
 
@@ -109,7 +109,7 @@ async def test_a_server_at_the_limit_of_its_memory_is_read_and_freed(
     two = machine(tmp_path / "two", server.url)  # its first exchange compares the secrets
     for record in records:
         found = await two.handoffs.get(record.id, "local")
-        await two.handoffs.bring(found, ENGINE)
+        await two.handoffs.fetch_here(found, ENGINE)
         assert two.read(found.key) == one.read(record.key)
     assert not (await two.leave()).on_disk
     for record in records:
@@ -201,15 +201,15 @@ async def test_a_long_push_is_reported_as_pending(
     one = machine(tmp_path / "one", server.url)
     record, pushed = one.handoffs.begin(ENGINE, "local"), threading.Event()
     await one.quiet()
-    monkeypatch.setattr(SharedStorage, "share", lambda *_: pushed.wait(60))
+    monkeypatch.setattr(Here, "share", lambda *_: pushed.wait(60))
     one.entry(record.key)
     one.handoffs.end(record, TransferRequest(), range(64))
     await one.handoffs.settled(record, 20)
     assert record.state is HandoffState.READY  # for requests of this machine
-    assert one.handoffs._announcements._announced() == [record.id]
+    assert one.handoffs._saving.announced() == [record.id]
     pushed.set()
     await one.quiet()
-    assert one.handoffs._announcements._announced() == []
+    assert one.handoffs._saving.announced() == []
 
 
 async def test_a_gateway_that_missed_more_removals_than_are_remembered_keeps_what_is_there(
@@ -244,12 +244,12 @@ async def test_the_budget_holds_over_machines_and_who_has_most_gives_way(
     left = []
     for number in range(20):
         left.append(await (one, two)[number % 2].leave("large", blocks=100))
-        assert one.storage.files.total() <= 4 * 1024 * 1024
+        assert one.pool.files.total() <= 4 * 1024 * 1024
         used = sum(server.client.memory_usage(key) for key in server.client.scan_iter("baton:f:*"))
         assert used <= 1.2 * 4 * 1024 * 1024
-    assert one.storage.files.sizes([small.key]) != [0]
-    assert one.storage.files.sizes([left[0].key]) == [0]
-    assert one.storage.files.sizes([left[-1].key]) != [0]
+    assert one.pool.files.sizes([small.key]) != [0]
+    assert one.pool.files.sizes([left[0].key]) == [0]
+    assert one.pool.files.sizes([left[-1].key]) != [0]
 
 
 async def test_pins_hold_and_are_limited_over_machines(server: StoreServer, tmp_path: Path) -> None:
@@ -262,7 +262,7 @@ async def test_pins_hold_and_are_limited_over_machines(server: StoreServer, tmp_
         await two.handoffs.change(other, {"pin": True})
     for _ in range(20):
         await two.leave(blocks=100)
-    assert one.storage.files.sizes([pinned.key, other.key]) == [pytest.approx(300 * 4096, rel=0.1), 0]
+    assert one.pool.files.sizes([pinned.key, other.key]) == [pytest.approx(300 * 4096, rel=0.1), 0]
 
 
 async def test_pins_of_the_shared_store_do_not_fill_a_smaller_machine(
@@ -273,7 +273,7 @@ async def test_pins_of_the_shared_store_do_not_fill_a_smaller_machine(
     assert all(each.pin for each in pinned)
     assert sum(one.store.pinned().values()) <= 1024 * 1024
     for each in pinned:
-        assert one.storage.files.pin(each.key, True, 0) == 1  # there it is
+        assert one.pool.files.pin(each.key, True, 0) == 1  # there it is
 
 
 async def test_kv_that_is_on_its_machine_alone_is_pinned_within_its_budget(
@@ -281,7 +281,7 @@ async def test_kv_that_is_on_its_machine_alone_is_pinned_within_its_budget(
 ) -> None:
     one = machine(tmp_path / "one", server.url, budget=2 * 1024 * 1024, shared_budget=1024 * 1024)
     left = [await one.leave(blocks=290) for _ in range(3)]  # too large for the shared store
-    assert one.storage.files.sizes([each.key for each in left]) == [0, 0, 0]
+    assert one.pool.files.sizes([each.key for each in left]) == [0, 0, 0]
     with pytest.raises(HandoffPinsFull):
         await one.handoffs.change(left[0], {"pin": True})
     assert not one.store.pinned()
@@ -304,7 +304,7 @@ async def test_an_automatic_handoff_of_another_machine_is_fetched_for_the_next_r
     assert (match.record.id, match.tokens) == (left.id, 256)
     assert automatic.find(ENGINE, "another", prompt) is None
     two.store.delete(left.key)
-    one.storage.files.drop([left.key])
+    one.pool.files.drop([left.key])
     assert automatic.find(ENGINE, "local", prompt) is None
     await two.quiet()
     assert two.handoffs._index.known(left.id) is None  # it hides no other one
@@ -318,10 +318,10 @@ async def test_a_fetched_automatic_handoff_still_gives_way_to_others(
     asked_for = await one.leave(blocks=300)
     automatic = await one.leave(blocks=300, automatic=new_id(automatic=True))
     await two.handoffs.page("local", limit=1, after=None)
-    await two.handoffs.bring(automatic, ENGINE)
+    await two.handoffs.fetch_here(automatic, ENGINE)
     assert two.handoffs.is_here(automatic)
     await one.leave(blocks=600)
-    first, second = one.storage.files.sizes([asked_for.key, automatic.key])
+    first, second = one.pool.files.sizes([asked_for.key, automatic.key])
     assert (first > 0, second) == (True, 0)
 
 
@@ -333,7 +333,7 @@ async def test_what_was_continued_elsewhere_a_moment_ago_is_deleted_too(
     found = await two.handoffs.get(record.id, "local")
     automatic = await one.leave(blocks=16, automatic=new_id(automatic=True))
     await two.handoffs.delete(found)
-    assert one.storage.records.read(automatic.id) is None
+    assert one.storage.here.records.read(automatic.id) is None
     assert not list(server.client.scan_iter("baton:f:*"))
 
 
@@ -343,12 +343,12 @@ async def test_kv_that_one_machine_distrusts_is_used_on_none(server: StoreServer
     second = await one.leave(blocks=16, after=first)
     copies = [await two.handoffs.get(each.id, "local") for each in (first, second)]
     for each in copies:
-        await two.handoffs.bring(each, ENGINE)
+        await two.handoffs.fetch_here(each, ENGINE)
         assert two.handoffs.is_here(each)
     await one.handoffs.distrust(first, None)  # an audit found another answer
     for each in copies:
         again = await two.handoffs.get(each.id, "local")
-        await two.handoffs.bring(again, ENGINE)
+        await two.handoffs.fetch_here(again, ENGINE)
         assert not two.handoffs.is_here(again)
 
 
@@ -417,7 +417,7 @@ async def test_a_store_that_was_flushed_costs_a_prefill_and_no_more(tmp_path: Pa
         found = await two.handoffs.get(record.id, "local")
         for key in server.client.scan_iter("baton:f:*"):
             server.client.delete(key)
-        await two.handoffs.bring(found, ENGINE)
+        await two.handoffs.fetch_here(found, ENGINE)
         assert not two.handoffs.is_here(found)
         assert await two.handoffs.get(record.id, "local") is found
         server.client.flushall()
@@ -439,8 +439,8 @@ async def test_a_slow_store_is_left_for_computing_and_taken_up_again_once_it_is_
 
         async def brought(record: Handoff) -> bool:
             found = await two.handoffs.get(record.id, "local")
-            found.tokens = found.tokens[:1000]  # as long to compute as the engine was measured
-            await two.handoffs.bring(found, engine)
+            vars(found)["tokens"] = found.tokens[:1000]  # as long to compute as the engine was measured
+            await two.handoffs.fetch_here(found, engine)
             return two.handoffs.is_here(found)
 
         proxy.delay_s = 0.1
@@ -474,10 +474,10 @@ async def test_a_fetch_that_was_cut_off_is_not_waited_for_again_where_computing_
         waited = []
         for record in [await one.leave(blocks=1200) for _ in range(2)]:
             found = await two.handoffs.get(record.id, "local")
-            found.tokens = found.tokens[:1000]  # as long to compute as the engine was measured
+            vars(found)["tokens"] = found.tokens[:1000]  # as long to compute as the engine was measured
             proxy.delay_s = 0.02
             began = time.monotonic()
-            await two.handoffs.bring(found, engine)
+            await two.handoffs.fetch_here(found, engine)
             waited.append(time.monotonic() - began)
             assert not two.handoffs.is_here(found)
             while running := list(two.handoffs._fetches._running.values()):
@@ -491,8 +491,8 @@ async def test_a_damaged_chunk_is_never_put_into_a_store(tmp_path: Path) -> None
     with store_server("valkey", tmp_path) as server:
         one, two = machine(tmp_path / "one", server.url), machine(tmp_path / "two", server.url)
         record = await one.leave(blocks=600)
-        server.client.hset(one.storage.connection.file_key(record.key), "1", b"short")
-        await two.handoffs.bring(await two.handoffs.get(record.id, "local"), ENGINE)
+        server.client.hset(one.pool.connection.file_key(record.key), "1", b"short")
+        await two.handoffs.fetch_here(await two.handoffs.get(record.id, "local"), ENGINE)
         assert not two.store.exists(record.key)
         assert not list((tmp_path / "two/store/writing").iterdir())
 
@@ -504,13 +504,13 @@ async def test_what_is_no_file_is_computed(field: str, value: bytes, tmp_path: P
         one, two = machine(tmp_path / "one", server.url), machine(tmp_path / "two", server.url)
         record = await one.leave()
         found = await two.handoffs.get(record.id, "local")
-        server.client.hset(one.storage.connection.file_key(record.key), field, value)
+        server.client.hset(one.pool.connection.file_key(record.key), field, value)
         with pytest.raises(StoreError):
             two.storage.fetch(found, 5)
         server.client.hset("baton:{i}:entry", record.key, b"\xff\xfe")
         with pytest.raises(StoreError):
             two.storage.fetch(found, 5)
-        await two.handoffs.bring(found, ENGINE)
+        await two.handoffs.fetch_here(found, ENGINE)
         assert not two.handoffs.is_here(found)
 
 
@@ -545,7 +545,7 @@ async def test_a_gateway_starts_without_the_store_and_uses_it_once_it_is_there(t
     alone = await one.leave()
     assert not alone.on_disk
     with store_server("valkey", tmp_path, port=port) as server:
-        one.storage.connection._resting_until = 0.0
+        one.pool.connection.breaker.resting_until = 0.0
         record = await one.leave()
         two = machine(tmp_path / "two", server.url)
         assert not await gone(two.handoffs, record)
@@ -560,7 +560,7 @@ async def test_gateways_whose_clocks_differ_agree_on_the_end_of_a_life(
         real = time.time
         monkeypatch.setattr(time, "time", lambda: real() + 600)
         two = machine(tmp_path / "two", server.url)
-        two.handoffs._wall = two.handoffs._sync._wall = lambda: real() + 600
+        two.handoffs._holdings.wall = lambda: real() + 600
         record = await two.leave(ttl_s=300)
         monkeypatch.undo()
         found = await one.handoffs.get(record.id, "local")
@@ -574,8 +574,8 @@ async def test_a_clock_that_is_set_while_the_gateway_runs_is_noticed(
         one, two = machine(tmp_path / "one", server.url), machine(tmp_path / "two", server.url)
         real, monotonic = time.time, time.monotonic
         monkeypatch.setattr(time, "time", lambda: real() - 600)
-        two.handoffs._wall = two.handoffs._sync._wall = time.time
-        two.storage.connection._clock = lambda: monotonic() + 61  # a minute later
+        two.handoffs._holdings.wall = time.time
+        two.pool.connection._clock = lambda: monotonic() + 61  # a minute later
         record = await two.leave(ttl_s=300)
         monkeypatch.undo()
         found = await one.handoffs.get(record.id, "local")
@@ -589,7 +589,7 @@ def test_a_server_is_there_for_most_of_these_tests() -> None:
 async def test_a_gateway_that_ends_keeps_what_it_could_not_push(tmp_path: Path) -> None:
     with store_server("valkey", tmp_path) as server:
         one = machine(tmp_path / "one", server.url)
-        one.storage.files.close()
+        one.pool.files.close()
         record = await one.leave()
         assert one.handoffs.is_here(record)
         assert not list(server.client.scan_iter("baton:f:*"))
@@ -598,13 +598,13 @@ async def test_a_gateway_that_ends_keeps_what_it_could_not_push(tmp_path: Path) 
 async def test_pushes_leave_threads_for_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with store_server("valkey", tmp_path) as server:
         one, over = machine(tmp_path / "one", server.url), threading.Event()
-        monkeypatch.setattr(SharedStorage, "share", lambda *_: over.wait(60))
+        monkeypatch.setattr(Here, "share", lambda *_: over.wait(60))
         for _ in range(50):
             record = one.handoffs.begin(ENGINE, "local")
             one.entry(record.key)
             one.handoffs.end(record, TransferRequest(), range(64))
         try:
-            await becomes(lambda: len(one.handoffs._saves._sharing) == 50)
+            await becomes(lambda: len(one.handoffs._saving._sharing) == 50)
             began = time.monotonic()
             await asyncio.to_thread(one.handoffs.is_here, record)
             assert time.monotonic() - began < 20
@@ -619,7 +619,7 @@ async def test_no_more_than_so_many_pushes_wait(tmp_path: Path, monkeypatch: pyt
         monkeypatch.setattr(background, "MAX_PUSHES", 1)
         one, two = machine(tmp_path / "one", server.url), machine(tmp_path / "two", server.url)
         over = threading.Event()
-        monkeypatch.setattr(SharedStorage, "share", lambda *_: over.wait(60))
+        monkeypatch.setattr(Here, "share", lambda *_: over.wait(60))
         records = []
         for _ in range(3):
             records.append(one.handoffs.begin(ENGINE, "local"))
@@ -638,7 +638,7 @@ async def test_a_gateway_that_ends_while_it_pushes_leaves_the_handoff_to_others(
     with store_server("valkey", tmp_path) as server:
         one, two = machine(tmp_path / "one", server.url), machine(tmp_path / "two", server.url)
         over = threading.Event()
-        monkeypatch.setattr(SharedStorage, "share", lambda *_: over.wait(60))
+        monkeypatch.setattr(Here, "share", lambda *_: over.wait(60))
         monkeypatch.setattr(service, "CLOSE_WITHIN_S", 0.5)
         async with one.handoffs.running(), one.handoffs.settling():
             record = one.handoffs.begin(ENGINE, "local")
@@ -655,7 +655,7 @@ async def test_images_that_are_pushed_slowly_hold_up_no_other_handoff(
 ) -> None:
     with store_server("valkey", tmp_path) as server:
         one, over = machine(tmp_path / "one", server.url), threading.Event()
-        monkeypatch.setattr(SharedStorage, "save_images", lambda *_: over.wait(60))
+        monkeypatch.setattr(Here, "save_images", lambda *_: over.wait(60))
         shown = picture(1)
         record = one.handoffs.begin(ENGINE, "local")
         placed = PlacedImage(shown, shown.digest, 0, 4, (7,))

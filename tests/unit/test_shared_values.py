@@ -117,7 +117,7 @@ async def test_an_entry_that_is_larger_than_its_record_says_is_not_fetched(
 ) -> None:
     one, two = machine(tmp_path / "one", server.url), machine(tmp_path / "two", server.url)
     small, large = await one.leave(), await one.leave(blocks=1000)
-    files = one.storage.connection.file_key
+    files = one.pool.connection.file_key
     server.client.delete(files(small.key))
     server.client.copy(files(large.key), files(small.key))
     found = await two.handoffs.get(small.id, "local")
@@ -128,7 +128,7 @@ async def test_an_entry_that_is_larger_than_its_record_says_is_not_fetched(
 async def test_a_chunk_that_is_larger_than_a_chunk_is_not_read(server: StoreServer, tmp_path: Path) -> None:
     one, two = machine(tmp_path / "one", server.url), machine(tmp_path / "two", server.url)
     record = await one.leave()
-    server.client.hset(one.storage.connection.file_key(record.key), "0", bytes(40 * 1024 * 1024))
+    server.client.hset(one.pool.connection.file_key(record.key), "0", bytes(40 * 1024 * 1024))
     found = await two.handoffs.get(record.id, "local")
     before = server.client.info("stats")["total_net_output_bytes"]
     with pytest.raises(StoreError):
@@ -149,7 +149,7 @@ async def test_an_image_that_is_larger_than_its_record_says_is_not_read(
     await one.handoffs.settled(record, 20)
     await one.quiet()
     (digest,) = {each.digest for each in record.images}
-    key = one.storage.connection.file_key(f"{scope_of('local')}/m{digest}")
+    key = one.pool.connection.file_key(f"{scope_of('local')}/m{digest}")
     server.client.hset(
         key, mapping={"n": 40 * 1024 * 1024} | {str(each): bytes(1024 * 1024) for each in range(40)}
     )
@@ -163,7 +163,7 @@ async def test_a_circle_of_translations_ends(tmp_path: Path) -> None:
     with store_server("valkey", tmp_path) as server:
         one = machine(tmp_path / "one", server.url)
         first, second = await one.leave(), await one.leave()
-        first.translated_from, second.translated_from = second.id, first.id
+        vars(first)["translated_from"], vars(second)["translated_from"] = second.id, first.id
         for record in (first, second):
             async with asyncio.timeout(10):
                 with pytest.raises(HandoffNotFound):

@@ -6,16 +6,13 @@ import asyncio
 from typing import Any
 
 import pytest
-from support.memory_store import MemoryStore
 
 from baton.config.groups import HandoffSettings
 from baton.engines.fake.engine import FakeEngine
 from baton.errors import HandoffNotFound
 from baton.library.handoff import Handoff, new_id
-from baton.library.here.images import ImageStore
-from baton.library.here.records import RecordFolder
 from baton.library.library import Library
-from baton.library.tiers import HandoffStorage
+from baton.library.tiers import nowhere
 from baton.relay.sources import Sources
 from baton.telemetry.metrics import GatewayMetrics
 
@@ -25,7 +22,7 @@ pytestmark = pytest.mark.fault("E20")
 @pytest.mark.parametrize("slow", [0, 1, 2])
 @pytest.mark.parametrize("foreign", [0, 1, 2])
 async def test_the_first_wrong_id_is_named(slow: int, foreign: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    storage = HandoffStorage(MemoryStore(), RecordFolder(None), ImageStore(None))
+    storage = nowhere()
     handoffs = Library(HandoffSettings(), storage, GatewayMetrics().handoffs)
     engine = FakeEngine("a", supports_handoffs=True)
     ids = [new_id() for _ in range(3)]
@@ -45,7 +42,7 @@ async def test_the_first_wrong_id_is_named(slow: int, foreign: int, monkeypatch:
 
 @pytest.mark.parametrize("wrong", [0, 1])
 async def test_a_pending_one_is_not_waited_for_where_another_is_wrong(wrong: int) -> None:
-    storage = HandoffStorage(MemoryStore(), RecordFolder(None), ImageStore(None))
+    storage = nowhere()
     handoffs = Library(HandoffSettings(), storage, GatewayMetrics().handoffs)
     engine = FakeEngine("a", supports_handoffs=True)
     ids: list[Any] = [handoffs.begin(engine, "acme").id for _ in range(2)]

@@ -15,9 +15,10 @@ from baton.config.groups import HandoffSettings
 from baton.config.settings import Settings
 from baton.doctor.findings import Finding
 from baton.errors import BatonError, OperatorError
-from baton.library.shared.connection import FAILURE_TYPES, SharedConnection
-from baton.library.shared.files import CHUNK_BYTES, PoolFiles, SharedFile
-from baton.library.shared.storage import address_of
+from baton.library.here.entries import Deadline, bytes_into
+from baton.library.valkey.connection import FAILURE_TYPES, ValkeyConnection
+from baton.library.valkey.files import CHUNK_BYTES, ValkeyFile, ValkeyFiles
+from baton.library.valkey.pool import address_of
 from baton.telemetry.metrics import SharedStoreMetrics
 from baton_kv.stores.base import StoreError
 
@@ -37,13 +38,13 @@ def examine_shared_store(settings: Settings) -> Iterator[Finding]:
         yield Finding(SUBJECT, error.message, True, "correct the setting")
         return
     metrics = SharedStoreMetrics(CollectorRegistry())
-    connection = SharedConnection(address, metrics)
+    connection = ValkeyConnection(address, metrics)
     try:
         yield Finding(SUBJECT, f"answers; version {connection.check()}")
         yield from _memory(connection, settings.handoffs)
         yield _clock(connection)
         yield _round_trip(connection)
-        with closing(PoolFiles(connection, metrics)) as files:
+        with closing(ValkeyFiles(connection, metrics)) as files:
             yield _throughput(files)
     except (BatonError, StoreError) as error:
         yield Finding(SUBJECT, str(error), True, "correct the setting, or the server's")
@@ -54,7 +55,7 @@ def examine_shared_store(settings: Settings) -> Iterator[Finding]:
         connection.close()
 
 
-def _memory(connection: SharedConnection, settings: HandoffSettings) -> Iterator[Finding]:
+def _memory(connection: ValkeyConnection, settings: HandoffSettings) -> Iterator[Finding]:
     """Compare the memory that the servers may take with the budget."""
     told = connection.memory()
     budget = int(settings.shared_budget)
@@ -73,7 +74,7 @@ def _memory(connection: SharedConnection, settings: HandoffSettings) -> Iterator
     yield Finding(f"{SUBJECT} memory", text, bad, mend)
 
 
-def _clock(connection: SharedConnection) -> Finding:
+def _clock(connection: ValkeyConnection) -> Finding:
     ahead = connection.ahead_s
     if not ahead:
         return Finding(f"{SUBJECT} clock", "agrees with this machine's to a second")
@@ -81,7 +82,7 @@ def _clock(connection: SharedConnection) -> Finding:
     return Finding(f"{SUBJECT} clock", f"{text}; handoffs expire by the store's")
 
 
-def _round_trip(connection: SharedConnection) -> Finding:
+def _round_trip(connection: ValkeyConnection) -> Finding:
     taken = []
     for _ in range(ROUND_TRIPS):
         began = time.perf_counter()
@@ -94,14 +95,14 @@ def _round_trip(connection: SharedConnection) -> Finding:
     return Finding(f"{SUBJECT} round trip", text, bad, mend)
 
 
-def _throughput(files: PoolFiles) -> Finding:
+def _throughput(files: ValkeyFiles) -> Finding:
     """Write a file as handoffs' are written, read it, and remove it."""
     data = secrets.token_bytes(CHUNK_BYTES) * (TEST_BYTES // CHUNK_BYTES)
     name = f"doctor/{secrets.token_hex(8)}"
     began = time.perf_counter()
-    files.write(SharedFile(name, len(data), partial(_read_into, data)), 60_000, time.monotonic() + 60)
+    files.write(ValkeyFile(name, len(data), partial(bytes_into, data)), 60_000, time.monotonic() + 60)
     written = time.perf_counter()
-    _, chunks = files.chunks(name, time.monotonic() + 60, len(data))
+    _, chunks = files.chunks(name, Deadline.within("the check", 60), len(data))
     for index, chunk in enumerate(chunks):
         if chunk != data[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]:
             raise StoreError("the store gave other bytes back than were written")
@@ -109,8 +110,3 @@ def _throughput(files: PoolFiles) -> Finding:
     files.unlink([name.encode()])
     push, fetch = TEST_BYTES / MIB / (written - began), TEST_BYTES / MIB / (read - written)
     return Finding(f"{SUBJECT} throughput", f"push {push:,.0f} MiB/s, fetch {fetch:,.0f} MiB/s")
-
-
-def _read_into(data: bytes, start: int, view: memoryview) -> int:
-    view[:] = data[start : start + len(view)]
-    return len(view)

@@ -11,8 +11,8 @@ import structlog
 from baton.engines.engine import LocalEngine
 from baton.errors import GatewayOverloaded, HandoffStoreUnavailable
 from baton.library.handoff import Handoff
-from baton.library.threads import HandoffThreads
-from baton.library.tiers import FetchCutOff, HandoffStorage
+from baton.library.here.entries import FetchCutOff
+from baton.library.holdings import Holdings
 from baton.telemetry.metrics import HandoffMetrics
 from baton_kv.stores.base import StoreError
 
@@ -26,40 +26,26 @@ MEASURE_EVERY = 4
 
 
 class Fetches:
-    """The fetches of one gateway. Several requests for one handoff wait for one fetch.
+    """The fetches of one gateway. Several requests for one handoff wait for one fetch."""
 
-    Args:
-        storage: the handoffs' KV, here and elsewhere.
-        metrics: where fetches are counted.
-        within_s: seconds that one may take.
-        threads: of the handoffs.
-    """
-
-    def __init__(
-        self, storage: HandoffStorage, metrics: HandoffMetrics, within_s: float, threads: HandoffThreads
-    ) -> None:
-        self._storage = storage
+    def __init__(self, holdings: Holdings, metrics: HandoffMetrics, within_s: float) -> None:
+        self._holdings = holdings
+        self._tier = holdings.tier
         self._metrics = metrics
         self._within_s = within_s
-        self._threads = threads
         self._running: dict[str, asyncio.Future[None]] = {}
         self._rates: dict[str, float] = {}
         self._slower = 0
         self._skipped: OrderedDict[str, float] = OrderedDict()
         self._log = structlog.get_logger("baton.handoffs")
 
-    async def bring(self, record: Handoff, engine: LocalEngine) -> None:
-        """Copy a handoff's KV to this machine, unless it is here, or faster to compute.
-
-        Args:
-            record: the handoff.
-            engine: the engine that is to load it.
-        """
+    async def fetch_here(self, record: Handoff, engine: LocalEngine) -> None:
+        """Copy a handoff's KV to this machine, unless it is here, or faster to compute."""
         self._skipped.pop(record.id, None)
-        run = self._threads.storage.run
-        if await run(record.tenant, self._storage.is_here, record):
+        run = self._holdings.run
+        if await run(record.tenant, self._holdings.here.is_here, record):
             return
-        source = await run(record.tenant, self._storage.source_of, record)
+        source = await run(record.tenant, self._tier.source_of, record)
         seconds = self._seconds_if_slower(record, engine, self._rates.get(source))
         if seconds is None:
             await asyncio.wait({self._begin(record, source)}, timeout=self._within_s)
@@ -70,7 +56,7 @@ class Fetches:
             self._begin(record, source)
 
     def skipped_s(self, record: Handoff) -> float | None:
-        """Return how long a fetch would take that was slower than computing; None: there was none."""
+        """Return the seconds of a fetch that was left, as computing is faster; None: none was."""
         return self._skipped.get(record.id)
 
     def _note_skipped(self, record: Handoff, seconds: float) -> None:
@@ -88,7 +74,7 @@ class Fetches:
         return running
 
     def _seconds_if_slower(self, record: Handoff, engine: LocalEngine, rate: float | None) -> float | None:
-        """Return how long a fetch takes, if computing is faster; None: it is not, or nobody knows."""
+        """Return the seconds of a fetch if computing is faster; None: it is not, or nobody knows."""
         load_s = engine.throughput.load_s(record.bytes)
         prefill_s = engine.throughput.prefill_s(len(record.tokens), record.latent_steps)
         if rate is None or prefill_s is None or record.latent_steps:
@@ -99,7 +85,9 @@ class Fetches:
     async def _fetch(self, record: Handoff, source: str) -> None:
         began = time.monotonic()
         try:
-            size = await self._threads.fetches.run(record.tenant, self._storage.fetch, record, self._within_s)
+            size = await self._holdings.threads.fetches.run(
+                record.tenant, self._tier.fetch, record, self._within_s
+            )
         except (StoreError, HandoffStoreUnavailable, GatewayOverloaded) as error:
             if isinstance(error, FetchCutOff):
                 self._note_cut_off(source, error.got, time.monotonic() - began)

@@ -7,7 +7,7 @@ import hashlib
 import secrets
 import sys
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
@@ -122,9 +122,7 @@ TokenIds = Annotated[Ids, PlainValidator(_token_ids), PlainSerializer(list)]
 
 
 Bytes = bytes
-Size = int
-"""Names for these types within `Handoff`, whose field `bytes` hides the builtin."""
-
+"""Names the type within `Handoff`, whose field `bytes` hides it."""
 MAX_CONVERSATION_BYTES = 2 * 1024 * 1024
 """Largest conversation, as UTF-8 JSON; a handoff with a larger one can only be continued as plain text."""
 SCOPE_LENGTH = 32
@@ -140,11 +138,14 @@ def new_id(*, automatic: bool = False) -> str:
     return (EXPENDABLE if automatic else "") + secrets.token_urlsafe(24)
 
 
-class Usage(NamedTuple):
+PINNED_SHARE = 0.5
+"""Share of the budget that may be pinned, divided among the tenants; the rest stays for unpinned handoffs."""
+
+
+class Footprint(NamedTuple):
     """How much of the store's budget a handoff takes beside its KV, which handoffs may share.
 
     Attributes:
-        tenant: the owner.
         pin: its KV is exempt from eviction.
         non_kv_bytes: size of its images and record.
     """
@@ -193,7 +194,6 @@ class StoredImage(BaseModel):
 
     Attributes:
         digest: SHA-256 of its bytes, which are in a file of their own.
-        media_type: media type of the file.
         width: in pixels.
         height: in pixels.
         bytes: size of the file.
@@ -214,12 +214,71 @@ class StoredImage(BaseModel):
     target: list[int]
 
 
-class Handoff(BaseModel):
-    """One handoff. Its token ids define it; its KV may have been evicted.
+class Lease(BaseModel):
+    """What may change of a handoff after it was saved, here or on another machine; nothing else may.
+
+    A field that is added here is written, read and merged wherever handoffs are kept.
+
+    Attributes:
+        pin: its KV is exempt from eviction.
+        ttl_s: lifetime in seconds.
+        expires_at: seconds since the epoch.
+        state: pending until the request that saves it has ended.
+        error: why the request that was to save it failed; None: it did not, or nobody knows.
+        bytes: size of its KV in the store, with what it shares with others; 0: its KV is not stored, and is
+            prefilled.
+        archived: it was written to the archive, which is the last to know whether it exists.
+        revision: number of times it was written; the greater of two is the later.
+    """
+
+    label: str | None = None
+    pin: bool = False
+    ttl_s: float
+    expires_at: float
+    state: HandoffState = HandoffState.PENDING
+    error: str | None = None
+    bytes: int = 0
+    audit: HandoffAudit | None = None
+    archived: bool = False
+    revision: int = 0
+
+    def take(self, there: Lease, *, but: Collection[str] = ()) -> None:
+        """Set all fields but some to what they are elsewhere."""
+        for name in Lease.model_fields.keys() - but:
+            setattr(self, name, getattr(there, name))
+
+
+SAVERS = frozenset({"state", "error", "bytes"})
+"""Fields of a lease that each machine knows by itself: how it saved the handoff, and what KV it has."""
+UNSAVED = SAVERS | {"audit", "archived"}
+"""Fields that only the gateway knows which saves the handoff, until it is saved."""
+
+
+class Context(NamedTuple):
+    """What is known of a context beside its tokens when the request that saves it has ended.
+
+    Attributes:
+        conversation: the messages that the tokens were written from; None: it was never a chat.
+        exact: its KV is what the engine would compute of its tokens; None: as was known at the beginning.
+        positions: where images stand in a context that is stored without its images.
+        latent_steps: number of its tokens that stand for latent steps.
+        placeholder: token id of a latent step; None: it has none.
+    """
+
+    conversation: Conversation | None = None
+    exact: bool | None = None
+    positions: Sequence[ImagePosition] = ()
+    latent_steps: int = 0
+    placeholder: int | None = None
+
+
+class Handoff(Lease):
+    """One handoff: its lease, and what never changes. Its token ids define it; its KV may have been evicted.
+
+    What is known only when the request has ended that saves it is set by `fill`, once.
 
     Attributes:
         id: its public name, 192 random bits.
-        tenant: the owner.
         model: name of the engine that saved it.
         weights: fingerprint of that engine's weights; engines of the same weights can continue it.
         tokens: every token id of its context, in order.
@@ -227,63 +286,60 @@ class Handoff(BaseModel):
         conversation: the messages that the tokens were written from; None: it was never a chat.
         latent_steps: number of its tokens that stand for latent steps.
         placeholder: token id of a latent step; None: it has none.
-        state: pending until the request that saves it has ended.
-        bytes: size of its KV in the store, with what it shares with others; 0: its KV is not stored, and is
-            prefilled.
         created_at: seconds since the epoch.
-        ttl_s: lifetime in seconds.
-        expires_at: seconds since the epoch.
-        pin: its KV is exempt from eviction.
         parent: id of the handoff that it continues, or of the first of those that were joined.
         parents: ids of all handoffs that it continues; records of older versions have `parent` alone.
-        label: the client's label.
         automatic: the gateway saved it by itself: it has no messages, and clients do not see it.
         positions: where images stand in a context that is stored without its images, because the handoff is
             automatic or the engine wrote the prompt: requests that continue it send them again.
-        audit: its last audit.
         translated_from: id of the handoff of other weights whose text it holds; None: it is no translation.
         exact: its KV is what the engine would compute of its tokens; not so if any was moved to its place.
-        error: why the request that was to save it failed; None: it did not, or nobody knows. Not written.
-        archived: it was written to the archive, which is the last to know whether it exists.
-        revision: number of times it was written; the greater of two is the later.
     """
 
     model_config = ConfigDict(extra="ignore")
 
-    id: str = Field(default_factory=new_id)
-    tenant: str
-    model: str
-    weights: str
-    tokens: TokenIds = Field(default_factory=lambda: array("i"))
-    images: list[StoredImage] = []
-    conversation: Conversation | None = None
-    latent_steps: int = 0
-    placeholder: int | None = None
-    state: HandoffState = HandoffState.PENDING
-    bytes: int = 0
-    created_at: float
-    ttl_s: float
-    expires_at: float
-    pin: bool = False
-    parent: str | None = None
-    parents: list[str] = []
-    label: str | None = None
-    automatic: bool = False
-    positions: list[ImagePosition] = []
-    audit: HandoffAudit | None = None
-    exact: bool = True
-    translated_from: str | None = None
-    error: str | None = None
-    archived: bool = False
-    revision: int = 0
+    id: str = Field(default_factory=new_id, frozen=True)
+    tenant: str = Field(frozen=True)
+    model: str = Field(frozen=True)
+    weights: str = Field(frozen=True)
+    tokens: TokenIds = Field(default_factory=lambda: array("i"), frozen=True)
+    images: list[StoredImage] = Field([], frozen=True)
+    conversation: Conversation | None = Field(None, frozen=True)
+    latent_steps: int = Field(0, frozen=True)
+    placeholder: int | None = Field(None, frozen=True)
+    created_at: float = Field(frozen=True)
+    parent: str | None = Field(None, frozen=True)
+    parents: list[str] = Field([], frozen=True)
+    automatic: bool = Field(False, frozen=True)
+    positions: list[ImagePosition] = Field([], frozen=True)
+    exact: bool = Field(True, frozen=True)
+    translated_from: str | None = Field(None, frozen=True)
     _on_disk: bool = PrivateAttr(False)
     _announced: bool = PrivateAttr(False)
     _stamp: tuple[int, int, int] | None = PrivateAttr(None)
-    _disk_bytes: Size = PrivateAttr(0)
-    _conversation_bytes: Size = PrivateAttr(0)
+    _disk_bytes: int = PrivateAttr(0)
+    _conversation_bytes: int = PrivateAttr(0)
     _guard: asyncio.Lock = PrivateAttr(default_factory=asyncio.Lock)
     _distinct: Sequence[int] | None = PrivateAttr(None)
     _image_data: dict[str, Bytes] = PrivateAttr(default_factory=dict)
+
+    def fill(self, tokens: Iterable[int], context: Context, images: Iterable[PlacedImage]) -> None:
+        """Set what is known now that the request has ended which saves it, past the lock of its fields."""
+        placed = list(images)
+        self._image_data.update((each.digest, each.image.data) for each in placed)
+        vars(self).update(
+            tokens=array("i", tokens),
+            images=[_stored(each) for each in placed],
+            conversation=context.conversation,
+            exact=self.exact if context.exact is None else context.exact,
+            positions=list(context.positions),
+            latent_steps=context.latent_steps,
+            placeholder=context.placeholder,
+        )
+
+    def set_parents(self, parents: list[str]) -> None:
+        """Set what it continues, in another order than it was begun with, before it is saved."""
+        vars(self).update(parents=parents, parent=parents[0])
 
     def steps_within(self, count: int) -> int:
         """Return how many of its first `count` tokens stand for latent steps."""
@@ -336,7 +392,7 @@ class Handoff(BaseModel):
         return self._stamp
 
     @stamp.setter
-    def stamp(self, stamp: tuple[int, int, int]) -> None:
+    def stamp(self, stamp: tuple[int, int, int] | None) -> None:
         self._stamp = stamp
 
     @property
@@ -354,9 +410,9 @@ class Handoff(BaseModel):
         return self._guard
 
     @property
-    def usage(self) -> Usage:
+    def footprint(self) -> Footprint:
         """How much of the store's budget it takes beside its KV."""
-        return Usage(self.tenant, self.pin, self.image_bytes + self._disk_bytes)
+        return Footprint(self.tenant, self.pin, self.image_bytes + self._disk_bytes)
 
     @property
     def weight(self) -> int:
@@ -382,27 +438,9 @@ class Handoff(BaseModel):
             except ValueError:  # half of a surrogate pair cannot be written as UTF-8
                 written = MAX_CONVERSATION_BYTES + 1
             if written > MAX_CONVERSATION_BYTES:
-                self.conversation = Conversation(messages=[], text_only=True)
+                vars(self).update(conversation=Conversation(messages=[], text_only=True))
         self.measure()
         self._disk_bytes = len(self.model_dump_json(by_alias=True).encode())
-
-    def add_images(self, images: Iterable[PlacedImage]) -> None:
-        """Add the images of its context."""
-        for image in images:
-            client_image = image.image
-            self._image_data[image.digest] = client_image.data
-            self.images.append(
-                StoredImage(
-                    digest=image.digest,
-                    media_type=client_image.media_type,
-                    width=client_image.width,
-                    height=client_image.height,
-                    bytes=len(client_image.data),
-                    offset=image.offset,
-                    length=image.length,
-                    target=list(image.target),
-                )
-            )
 
     @property
     def key(self) -> str:
@@ -411,27 +449,29 @@ class Handoff(BaseModel):
 
     def public(self) -> dict[str, object]:
         """Return the handoff object that clients see."""
-        shown = HandoffObject(
-            id=self.id,
-            state=self.state,
-            model=self.model,
-            tokens=len(self.tokens),
-            images=len(self.images),
-            latent_steps=self.latent_steps,
-            bytes=self.bytes,
-            pin=self.pin,
-            created_at=int(self.created_at),
-            expires_at=int(self.expires_at),
-            parent=self.parent,
-            parents=self.parents or ([self.parent] if self.parent is not None else []),
-            label=self.label,
-            exact=self.exact,
-            translated_from=self.translated_from,
-            archived=self.archived,
-            error=self.error,
-            audit=self.audit,
-        )
-        return shown.model_dump(mode="json")
+        same = HandoffObject.model_fields.keys() & Handoff.model_fields.keys()
+        shown = {name: getattr(self, name) for name in same} | {
+            "tokens": len(self.tokens),
+            "images": len(self.images),
+            "created_at": int(self.created_at),
+            "expires_at": int(self.expires_at),
+            "parents": self.parents or ([self.parent] if self.parent is not None else []),
+        }
+        return HandoffObject.model_validate(shown).model_dump(mode="json")
+
+
+def _stored(placed: PlacedImage) -> StoredImage:
+    image = placed.image
+    return StoredImage(
+        digest=placed.digest,
+        media_type=image.media_type,
+        width=image.width,
+        height=image.height,
+        bytes=len(image.data),
+        offset=placed.offset,
+        length=placed.length,
+        target=list(placed.target),
+    )
 
 
 def _memory_of(value: object) -> int:

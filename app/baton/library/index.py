@@ -6,8 +6,8 @@ from bisect import bisect_left, insort
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
-from baton.library.handoff import Handoff, HandoffState, Usage
-from baton.library.prefixes import BLOCK, PrefixIndex, shared_tokens
+from baton.library.handoff import Footprint, Handoff, HandoffState
+from baton.library.prefixes import BLOCK, PrefixIndex, common_tokens
 
 FORGOTTEN_IDS = 10_000
 """Most ids of forgotten handoffs that are remembered, so that a late file does not bring one back."""
@@ -60,12 +60,12 @@ class HandoffIndex:
         self.count_bytes(record)
 
     def expire_in(self, record: Handoff, seconds: float) -> None:
-        """Let a record expire in `seconds`, if it is still in the index."""
+        """Set a record's deadline to `seconds` from now, if it is still in the index."""
         if record in self:
             self._deadlines[record.id] = self._clock() + seconds
 
     def publish(self, record: Handoff) -> None:
-        """Let prompts find a record that is ready, or no longer find one whose KV is gone.
+        """Show a ready record to prompts, or hide one whose KV is gone.
 
         KV with latent steps, or that was moved, is only for requests that name it: it is not that of its
         token ids.
@@ -84,7 +84,7 @@ class HandoffIndex:
             self._supersede(record)
 
     def _supersede(self, record: Handoff) -> None:
-        """Let an automatic record go that another one continues; a request may be about to load it."""
+        """Expire an automatic record soon that another one continues; a request may be about to load it."""
         self.prefixes.remove(record)
         self.expire_in(record, SUPERSEDED_FOR_S)
 
@@ -96,7 +96,7 @@ class HandoffIndex:
             for each in self._tenants.get(record.tenant, {}).values()
             if each.id != record.id
             and each.weights == record.weights
-            and shared_tokens(each.distinct_tokens, tokens) >= BLOCK
+            and common_tokens(each.distinct_tokens, tokens) >= BLOCK
         ]
 
     def relatives(self, record: Handoff) -> list[Handoff]:
@@ -116,7 +116,6 @@ class HandoffIndex:
         """Return a record, those of its tenant that were made from it, those made from these, and so on.
 
         Args:
-            record: the record.
             origins: returns the ids of the records that one was made from.
         """
         made: defaultdict[str, list[Handoff]] = defaultdict(list)
@@ -201,7 +200,6 @@ class HandoffIndex:
         What precedes a page costs no time, however much it is.
 
         Args:
-            tenant: the owner.
             after: begin behind this record; None: with the newest.
         """
         ages = self._by_age.get(tenant, [])
@@ -213,13 +211,11 @@ class HandoffIndex:
         """Return a tenant's records in the order in which they are evicted: automatic ones go first."""
         return sorted(self._tenants.get(tenant, {}).values(), key=_eviction_order)
 
-    def unsaved_usage(self, but: Handoff) -> list[Usage]:
-        """Return the usage of the records that are in memory only, which other gateways do not see.
-
-        Args:
-            but: a record that is left out.
-        """
-        return [record.usage for record in self._records.values() if not record.on_disk and record is not but]
+    def unsaved_footprints(self, but: Handoff) -> list[Footprint]:
+        """Return the usage of the records that are in memory only, which other gateways do not see."""
+        return [
+            record.footprint for record in self._records.values() if not record.on_disk and record is not but
+        ]
 
     def next_evictable(self, newest: Handoff | None) -> Handoff | None:
         """Return the handoff on disk to evict first, of the tenant whose records and images take most.

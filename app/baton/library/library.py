@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from itertools import islice
 from typing import Any
 
@@ -13,21 +13,22 @@ from baton.admission.fair_threads import OURS, in_own_thread
 from baton.config.groups import HandoffSettings
 from baton.engines.engine import LocalEngine
 from baton.engines.transfers import TransferRequest
-from baton.errors import HandoffNotFound
+from baton.errors import HandoffNotFound, HandoffStoreUnavailable
 from baton.images.placed_image import PlacedImage
 from baton.library.fetches import Fetches
-from baton.library.handoff import Handoff, HandoffAudit, HandoffState, new_id
+from baton.library.handoff import Context, Handoff, HandoffAudit, new_id
+from baton.library.here.records import Others
+from baton.library.holdings import BackgroundWork, HandoffThreads, Holdings, Result
 from baton.library.index import HandoffIndex
 from baton.library.prefixes import PrefixMatch
-from baton.library.saving import Announcements, ChangeRules, RecordBudget, Saves
-from baton.library.sync import IndexSync
-from baton.library.threads import BackgroundWork, HandoffThreads, Result
-from baton.library.tiers import HandoffStorage
-from baton.library.upkeep import Deletions, Distrust, Sweeper
-from baton.telemetry.metrics import HandoffMetrics
+from baton.library.saving import Saving
+from baton.library.tiers import Tier
+from baton.library.upkeep import Upkeep
+from baton.telemetry.metrics import AuditResult, HandoffMetrics
 
 FAILED_FOR_S = 60.0
 """A handoff whose request failed is listed this long; it cannot be continued."""
+NOTHING_MORE = Context()
 CLOSE_WITHIN_S = 3.0
 SAVES_END_WITHIN_S = 30.0
 
@@ -36,13 +37,10 @@ class Library:
     """Owns every handoff of one gateway.
 
     Args:
-        settings: how long handoffs live.
-        storage: their files and KV.
-        metrics: where they are counted.
         clock: monotonic seconds, by which handoffs expire.
         wall: seconds since the epoch, which clients see and records hold.
         automatic: whether requests that name no handoff look for one.
-        threads: wait for the storage; None: their queues are not watched, and refuse nobody.
+        threads: wait for the tiers; None: their queues are not watched, and refuse nobody.
 
     Attributes:
         background: what goes on when the request that began it is cancelled.
@@ -51,7 +49,7 @@ class Library:
     def __init__(
         self,
         settings: HandoffSettings,
-        storage: HandoffStorage,
+        tier: Tier,
         metrics: HandoffMetrics,
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -59,54 +57,45 @@ class Library:
         automatic: bool = True,
         threads: HandoffThreads | None = None,
     ) -> None:
-        self._settings = settings
-        self._storage = storage
-        self._metrics = metrics
         metrics.store_budget.set(int(settings.budget))
-        self._wall = wall
         self.background = BackgroundWork()
+        self._settings = settings
         self._index = HandoffIndex(clock, automatic=automatic)
-        self._rules = ChangeRules(settings, storage.pin, storage.pinned_kv)
-        self._threads = threads = threads or HandoffThreads()
-        self._sync = IndexSync(self._index, storage, wall, threads)
-        self._budget = RecordBudget(settings, self._index, storage, self._sync.refresh, threads)
-        self._sweeper = Sweeper(
-            self._index, storage, self._sync, self._budget, metrics, self.background.begin, threads
-        )
-        self._saves = Saves(self._index, storage, self._budget, self._rules, self._sync, threads)
-        self._announcements = Announcements(self._index, storage, self._saves, self._sync, threads)
-        self._deletions = Deletions(self._index, storage, self._sync, self.background.begin, threads)
-        self._distrust = Distrust(self._index, storage, self._sync, self.kv_gone, threads)
-        self._fetches = Fetches(storage, metrics, settings.fetch_s, threads)
-        self._saving: set[asyncio.Task[None]] = set()
-        for record in (found := storage.records.read_all()):
-            self._sync.adopt(record)
-        storage.begin_archiving(found)
+        self._tier = tier
+        self._pool = tier.here.pool
+        self._threads = threads or HandoffThreads()
+        self._holdings = Holdings(self._index, tier, self._threads, wall)
+        self._saving = Saving(self._holdings, settings)
+        self._upkeep = Upkeep(self._holdings, self._saving, metrics, self.in_background)
+        self._fetches = Fetches(self._holdings, metrics, settings.fetch_s)
+        self._finishing: set[asyncio.Task[None]] = set()
+        for record in (found := tier.here.records.read_all()):
+            self._holdings.adopt(record)
+        tier.begin(found)
 
-    @property
-    def storage(self) -> HandoffStorage:
-        """What the handoffs have on disk and in a shared store."""
-        return self._storage
+    def in_background(self, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
+        """Run work that goes on when the request that began it is cancelled."""
+        return self.background.begin(work)
 
     async def proof(self, challenge: str, tenant: str) -> str | None:
-        """Return `HandoffStorage.proof` for a tenant's request."""
-        return await self._threads.storage.run(tenant, self._storage.proof, challenge)
+        """Answer a challenge as only gateways over the same store can; None: there is no store."""
+        return await self._holdings.run(tenant, self._tier.here.proof, challenge)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Sweep while inside; at the end wait a moment for background work."""
-        tasks = {asyncio.create_task(self._sweeper.run(), name="handoff-sweeper")}
-        if self._storage.shared:
-            tasks.add(asyncio.create_task(self._announcements.run(), name="handoffs-pending"))
+        tasks = {asyncio.create_task(self._upkeep.run(), name="handoff-sweeper")}
+        if self._pool is not None:
+            tasks.add(asyncio.create_task(self._saving.keep_announced(), name="handoffs-pending"))
         try:
             yield
         finally:
-            self._saves.closing = True
+            self._saving.closing = True
             for task in tasks:
                 task.cancel()
             await asyncio.wait({*tasks, *self.background.running}, timeout=CLOSE_WITHIN_S)
             self._threads.close()
-            await in_own_thread(self._storage.close)
+            await in_own_thread(self._tier.close)
 
     @contextlib.asynccontextmanager
     async def settling(self) -> AsyncIterator[None]:
@@ -114,9 +103,11 @@ class Library:
         try:
             yield
         finally:
-            if self._saving:
-                await asyncio.wait(self._saving, timeout=CLOSE_WITHIN_S)
-                await asyncio.wait({self.begin_work(self._saves.write_unshared())}, timeout=CLOSE_WITHIN_S)
+            if self._finishing:
+                await asyncio.wait(self._finishing, timeout=CLOSE_WITHIN_S)
+                await asyncio.wait(
+                    {self.in_background(self._saving.write_unshared())}, timeout=CLOSE_WITHIN_S
+                )
 
     def begin(
         self,
@@ -134,17 +125,13 @@ class Library:
         """Register a pending handoff, which a request is about to save.
 
         Args:
-            engine: the engine that saves it.
-            tenant: its owner.
             parents: ids of the handoffs that it continues, the one whose files it may share first.
-            label: the client's label.
             ttl_s: seconds it lives; None, or more than the settings allow: as long as they allow.
-            pin: exempt its KV from eviction.
             automatic: id of a handoff that the gateway saves by itself; None: a client asked for it.
             translated_from: id of the handoff of other weights whose text it holds.
             exact: False until it is known that no KV was moved.
         """
-        now = self._wall()
+        now = self._holdings.wall()
         lives = min(ttl_s or self._settings.ttl_s, self._settings.ttl_s)
         record = Handoff(
             id=automatic or new_id(),
@@ -162,53 +149,49 @@ class Library:
             translated_from=translated_from,
             exact=exact,
         )
-        self._saves.begin(record)
+        self._saving.begin(record)
         self._index.add(record, lives)
-        if self._storage.shared and not record.automatic:
-            self.begin_work(self._announcements.announce(record))
-        self._sweeper.make_room(tenant)
+        if self._pool is not None and not record.automatic:
+            self.in_background(self._saving.announce(record))
+        self._upkeep.make_room(tenant)
         return record
 
     def end(
         self,
         record: Handoff,
         transfer: TransferRequest | None,
-        tokens: Iterable[int] = (),
+        tokens: Sequence[int] = (),
+        context: Context = NOTHING_MORE,
         reason: str | None = None,
     ) -> None:
         """Save a pending handoff, whose request has ended. Only the first call for a record counts.
 
         Args:
-            record: the handoff.
             transfer: the request to the engine, with its report; None: the request failed.
-            tokens: every token id of the context.
             reason: why the request failed, for its client.
         """
-        if not self._saves.is_pending(record) or record.tokens:
+        if not self._saving.is_pending(record) or record.tokens:
             return
-        record.tokens.extend(tokens)
-        if transfer is None or not record.tokens:
+        if transfer is None or not tokens:
             record.error = reason
             self._index.expire_in(record, min(FAILED_FOR_S, record.ttl_s))
-            self._saves.fail(record)
-            if self._storage.shared:
-                self.begin_work(self._deletions.retract(record))
+            self._saving.fail(record)
+            if self._pool is not None:
+                self.in_background(self._saving.retract(record))
             return
-        record.add_images(transfer.images)
-        finish = self._saves.finish_automatic if record.automatic else self._saves.finish
-        saving = self.begin_work(finish(record, transfer))
-        self._saving.add(saving)
-        saving.add_done_callback(self._saving.discard)
+        record.fill(tokens, context, transfer.images)
+        finish = self._saving.finish_automatic if record.automatic else self._saving.finish
+        saving = self.in_background(finish(record, transfer))
+        self._finishing.add(saving)
+        saving.add_done_callback(self._finishing.discard)
 
     async def settled(self, record: Handoff, within_s: float) -> None:
         """Wait until a handoff is no longer pending, at most `within_s` seconds."""
-        if record.state is HandoffState.PENDING and not self._saves.is_pending(record):
-            await self._announcements.wait(record, within_s)
-        await self._saves.wait(record, within_s)
+        await self._saving.settled(record, within_s)
 
     def is_awaited(self, record: Handoff) -> bool:
         """Return whether a request waits for a pending handoff."""
-        return self._saves.is_awaited(record)
+        return self._saving.is_awaited(record)
 
     async def images(self, record: Handoff) -> list[PlacedImage]:
         """Return the images of a handoff's context, in order.
@@ -218,7 +201,7 @@ class Library:
         """
         if not record.images:
             return []
-        return await self._threads.storage.run(record.tenant, self._storage.read_images, record)
+        return await self._holdings.run(record.tenant, self._tier.read_images, record)
 
     async def get(self, handoff_id: str, tenant: str) -> Handoff:
         """Return one of a tenant's handoffs, also one that another gateway over the same store saved.
@@ -227,7 +210,7 @@ class Library:
             HandoffNotFound: the id is unknown, deleted, expired, or another tenant's; clients cannot tell
                 which.
         """
-        record = await self._sync.look_up(handoff_id, tenant)
+        record = await self._holdings.look_up(handoff_id, tenant)
         if record is None or record.tenant != tenant or record.automatic:
             raise HandoffNotFound()
         await self._require_origin(record)
@@ -243,7 +226,7 @@ class Library:
         passed: set[str] = set()
         while origin is not None and origin.translated_from is not None and origin.id not in passed:
             passed.add(origin.id)
-            origin = await self._sync.look_up(origin.translated_from, record.tenant)
+            origin = await self._holdings.look_up(origin.translated_from, record.tenant)
         if origin is None or origin.id in passed:  # no gateway makes a circle
             raise HandoffNotFound()
 
@@ -251,8 +234,6 @@ class Library:
         """Return a page of a tenant's handoffs, of all gateways over the store, the newest first.
 
         Args:
-            tenant: the owner.
-            limit: most handoffs of the page.
             after: id of the last handoff of the page before; None: the first page.
 
         Returns:
@@ -261,7 +242,7 @@ class Library:
         Raises:
             HandoffNotFound: the tenant has no handoff with the id `after`.
         """
-        await self._sync.refresh()
+        await self._holdings.refresh()
         last = self._index.find(after) if after is not None else None
         if after is not None and (last is None or last.tenant != tenant or not self._is_listed(last)):
             raise HandoffNotFound()
@@ -281,19 +262,18 @@ class Library:
             HandoffPinsFull: the pin would take more than may be pinned.
             HandoffNotFound: the handoff was deleted meanwhile, here or by another gateway over the store.
         """
-        await asyncio.shield(self.begin_work(self._change(record, changes)))
+        await asyncio.shield(self.in_background(self._change(record, changes)))
 
     async def _change(self, record: Handoff, changes: dict[str, Any]) -> None:
         async with record.guard:
-            unsaved = self._index.unsaved_usage(record) if changes.get("pin") else []
-            edit = self._rules.apply(changes, self._wall(), unsaved)
+            unsaved = self._index.unsaved_footprints(record) if changes.get("pin") else []
+            edit = self._saving.rules.apply(changes, self._holdings.wall(), unsaved)
             before = record.expires_at
-            now = await self._threads.storage.run(record.tenant, self._storage.change, record, edit)
-            self._sync.update(record, now)
+            await self._holdings.change(record, edit)
             if record not in self._index:
                 raise HandoffNotFound()
-            if now is record and record.expires_at != before:  # it is in memory only
-                self._index.expire_in(record, self._sync.seconds_left(record))
+            if record.expires_at != before:  # also where it is in memory only
+                self._index.expire_in(record, self._holdings.seconds_left(record))
 
     def longest_prefix(
         self, tenant: str, weights: str, prompt: Sequence[int], usable: Callable[[Handoff], bool]
@@ -316,42 +296,41 @@ class Library:
 
     def seconds_left(self, record: Handoff) -> float:
         """Return the seconds until a handoff expires."""
-        return self._sync.seconds_left(record)
+        return self._holdings.seconds_left(record)
 
     def kv_gone(self, record: Handoff) -> None:
         """Note that a handoff's KV cannot be used any more; an automatic one is removed."""
-        if self._storage.remote:
-            self.begin_work(self._kv_gone(record))
+        if self._holdings.remote:
+            self.in_background(self._kv_gone_here(record))
         else:
-            self._sweeper.kv_gone(record)
+            self._upkeep.kv_gone(record)
 
-    async def _kv_gone(self, record: Handoff) -> None:
+    async def _kv_gone_here(self, record: Handoff) -> None:
         """Note that a handoff's KV is not here, and perhaps nowhere."""
-        if not any(await self._threads.storage.run(OURS, self._storage.stored_bytes, [record], patient=True)):
-            self._sweeper.kv_gone(record)
+        if not any(await self._holdings.run(OURS, self._tier.sizes, [record], patient=True)):
+            self._upkeep.kv_gone(record)
 
     def is_here(self, record: Handoff) -> bool:
         """Return whether the engines of this machine find a handoff's KV, if it is stored at all."""
-        return self._storage.is_here(record)
+        return not self._holdings.remote or self._tier.here.is_here(record)
 
     def skipped_fetch_s(self, record: Handoff) -> float | None:
-        """Return how long a fetch would take that was slower than computing; None: there was none."""
+        """Return the seconds of a fetch that was left, as computing is faster; None: none was."""
         return self._fetches.skipped_s(record)
 
-    async def bring(self, record: Handoff, engine: LocalEngine) -> None:
+    async def fetch_here(self, record: Handoff, engine: LocalEngine) -> None:
         """Copy a handoff's KV to this machine, if that is faster than computing it.
 
-        Whatever the shared store and the archive do, the request goes on: what is not here is computed.
-
-        Args:
-            record: the handoff.
-            engine: the engine that is to load it.
+        Whatever the pool and the archive do, the request goes on: what is not here is computed.
         """
-        if self._storage.shared and record.on_disk and not (record.bytes or record.id in self._saves.pending):
-            await self._threads.storage.run(record.tenant, self._storage.drop_copy, record)
-        if self._storage.remote and record.bytes and record.weights == engine.weights:
-            await self._fetches.bring(record, engine)
-            if not await self._threads.storage.run(record.tenant, self._storage.is_here, record):
+        if not self._holdings.remote:
+            return
+        no_kv = record.on_disk and not (record.bytes or self._saving.is_saving(record))
+        if self._pool is not None and no_kv:
+            await self._holdings.run(record.tenant, self._tier.here.drop_copy, record)
+        if record.bytes and record.weights == engine.weights:
+            await self._fetches.fetch_here(record, engine)
+            if not await self._holdings.run(record.tenant, self._tier.here.is_here, record):
                 self.kv_gone(record)
 
     def __contains__(self, record: Handoff) -> bool:
@@ -365,14 +344,41 @@ class Library:
             record: the handoff whose KV it is.
             saved: key of the entry that the request saved which loaded it; None: none.
         """
-        await self._distrust.remove_kv(record, saved)
-        if self._saving:  # a save under way may write the same KV again
-            await asyncio.wait(self._saving, timeout=SAVES_END_WITHIN_S)
-            await self._distrust.remove_kv(record, saved)
+        await self._quarantine(record, saved)
+        if self._finishing:  # a save under way may write the same KV again
+            await asyncio.wait(self._finishing, timeout=SAVES_END_WITHIN_S)
+            await self._quarantine(record, saved)
+
+    async def _quarantine(self, record: Handoff, saved: str | None) -> None:
+        run = self._holdings.run
+        for each in [record, *self._index.beginning_like(record), *self._index.blended_from(record)]:
+            await run(each.tenant, self._tier.quarantine, each, patient=True)
+            self.kv_gone(each)
+            if self._pool is not None and not each.automatic:  # other machines may have copies
+                with contextlib.suppress(HandoffStoreUnavailable):
+                    await self._note(each, kv_gone=True)
+        if saved is not None:
+            await run(record.tenant, self._tier.here.store.quarantine, saved, patient=True)
 
     async def note_audit(self, record: Handoff, audit: HandoffAudit) -> None:
         """Note the result of an audit of a handoff's KV."""
-        await self._distrust.note(record, audit)
+        record = self._index.known(record.id) or record  # another gateway may have changed it
+        if not record.automatic and record in self._index:
+            await self._note(record, audit, kv_gone=audit.result is AuditResult.MISMATCH)
+
+    async def _note(self, record: Handoff, audit: HandoffAudit | None = None, *, kv_gone: bool) -> None:
+        """Note in a record an audit, and that its KV is not to be used.
+
+        Raises:
+            HandoffStoreUnavailable: a tier failed.
+        """
+
+        def edit(changed: Handoff, _others: Others) -> None:
+            changed.audit = audit or changed.audit
+            changed.bytes = 0 if kv_gone else changed.bytes
+
+        async with record.guard:
+            await self._holdings.change(record, edit, patient=True)
 
     async def delete(self, record: Handoff) -> None:
         """Delete a handoff, its translations, and the automatic ones that continue it or that it continues.
@@ -380,10 +386,16 @@ class Library:
         Requests that load it already are not disturbed.
 
         Raises:
-            HandoffStoreUnavailable: the shared store failed; it is not deleted.
+            HandoffStoreUnavailable: a tier failed; it is not deleted.
         """
-        await self._deletions.delete(record)
+        if self._pool is not None:  # others may have continued it meanwhile
+            await self._holdings.refresh()
+        gone = self._index.with_translations(record)
+        gone += [each for one in gone for each in self._index.relatives(one)]
+        await asyncio.shield(self.in_background(self._delete_all(gone)))
 
-    def begin_work(self, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
-        """Run work in the background, which goes on when the request that began it is cancelled."""
-        return self.background.begin(work)
+    async def _delete_all(self, records: Sequence[Handoff]) -> None:
+        for record in records:
+            async with record.guard:  # so that nobody writes it again after this
+                await self._holdings.run(record.tenant, self._tier.delete, record)
+                self._index.forget(record)

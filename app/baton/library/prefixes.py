@@ -31,7 +31,6 @@ class PrefixMatch:
     """A context that shares a prefix with a prompt.
 
     Attributes:
-        record: the handoff of the context.
         tokens: number of tokens, from the first, that they share.
         alone: whether no other context shares as many whole blocks with the prompt.
     """
@@ -98,7 +97,6 @@ class PrefixIndex:
         """Return the context that shares most tokens with a prompt; of equal ones the newest.
 
         Args:
-            tenant: the owner of the contexts.
             weights: fingerprint of the weights that their KV was computed with.
             prompt: token ids, in which other images are other numbers; see `with_distinct_images`.
             usable: returns whether a context may be found.
@@ -119,11 +117,11 @@ class PrefixIndex:
             newest = list(islice(filter(usable, reversed(contexts.values())), COMPARED))
             if not newest:
                 continue
-            shared = [
-                shared_tokens(record.distinct_tokens, prompt, (blocks - 1) * BLOCK) for record in newest
+            common = [
+                common_tokens(record.distinct_tokens, prompt, (blocks - 1) * BLOCK) for record in newest
             ]
-            best = max(range(len(newest)), key=shared.__getitem__)
-            return PrefixMatch(newest[best], shared[best], len(contexts) == 1)
+            best = max(range(len(newest)), key=common.__getitem__)
+            return PrefixMatch(newest[best], common[best], len(contexts) == 1)
         return None
 
     def continued_by(self, record: Handoff) -> list[Handoff]:
@@ -134,7 +132,7 @@ class PrefixIndex:
             for each in (scope.ends.get(digest) or {}).values() if scope is not None else ():
                 theirs = each.distinct_tokens
                 shorter = len(theirs) < len(tokens)
-                if shorter and shared_tokens(theirs, tokens, number * BLOCK) == len(theirs):
+                if shorter and common_tokens(theirs, tokens, number * BLOCK) == len(theirs):
                     found.append(each)
         return found
 
@@ -146,16 +144,14 @@ class PrefixIndex:
         tokens, begin = record.distinct_tokens, (len(chain) - 1) * BLOCK
         for each in scope.blocks[chain[-1]].values():
             longer = len(each.tokens) > len(tokens)
-            if longer and shared_tokens(each.distinct_tokens, tokens, begin) == len(tokens):
+            if longer and common_tokens(each.distinct_tokens, tokens, begin) == len(tokens):
                 yield each
 
 
-def shared_tokens(tokens: Sequence[int], prompt: Sequence[int], begin: int = 0) -> int:
+def common_tokens(tokens: Sequence[int], prompt: Sequence[int], begin: int = 0) -> int:
     """Return the length of the longest common prefix of two sequences of token ids.
 
     Args:
-        tokens: token ids.
-        prompt: token ids.
         begin: so many, from the first, are known to be equal.
     """
     length = min(len(tokens), len(prompt))

@@ -3,154 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 import time
-from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import structlog
 
 from baton.admission.fair_threads import OURS
-from baton.errors import HandoffStoreUnavailable
-from baton.library.handoff import Handoff, HandoffAudit
-from baton.library.here.records import OtherUsage
-from baton.library.index import HandoffIndex
-from baton.library.saving import RecordBudget
-from baton.library.sync import IndexSync
-from baton.library.threads import HandoffThreads, Result
-from baton.library.tiers import HandoffStorage
-from baton.telemetry.metrics import AuditResult, HandoffMetrics
-
-# Delete handoffs, and take back what other machines were told of them.
-
-
-class Deletions:
-    """Deletes handoffs of one gateway.
-
-    Args:
-        index: the handoffs.
-        storage: their files and KV.
-        sync: tells what other gateways over the store did.
-        begin_work: runs work in the background, which goes on when the request that began it is cancelled.
-        threads: of the handoffs.
-    """
-
-    def __init__(
-        self,
-        index: HandoffIndex,
-        storage: HandoffStorage,
-        sync: IndexSync,
-        begin_work: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]],
-        threads: HandoffThreads,
-    ) -> None:
-        self._index = index
-        self._storage = storage
-        self._sync = sync
-        self._begin_work = begin_work
-        self._threads = threads.storage
-
-    async def delete(self, record: Handoff) -> None:
-        """Delete a handoff, its translations, and the automatic ones that continue it or that it continues.
-
-        Raises:
-            HandoffStoreUnavailable: the shared store failed; it is not deleted.
-        """
-        if self._storage.shared:  # others may have continued it meanwhile
-            await self._sync.refresh()
-        gone = self._index.with_translations(record)
-        gone += [each for one in gone for each in self._index.relatives(one)]
-        removing = self._remove_all(gone)
-        if self._storage.remote:  # it is deleted for all machines, or not at all
-            await asyncio.shield(self._begin_work(removing))
-        for each in gone:
-            self._index.forget(each)
-        if not self._storage.remote:
-            await asyncio.shield(self._begin_work(removing))
-
-    async def _remove_all(self, records: Iterable[Handoff]) -> None:
-        for record in records:
-            async with record.guard:  # so that nobody writes it again after this
-                await self._threads.run(record.tenant, self._storage.delete, record)
-
-    async def retract(self, record: Handoff) -> None:
-        """Take back what other machines were told of a handoff whose request failed; here it is shown."""
-        async with record.guard:
-            await self._threads.run(record.tenant, self._storage.remove, record, patient=True)
-        record.announced = False
-
-
-# Take KV out of use that led to another answer than computing it, on this machine and the others.
-
-
-@dataclass(frozen=True)
-class Distrust:
-    """What an audit's result does to handoffs.
-
-    Attributes:
-        index: the handoffs of this gateway.
-        storage: where their KV is.
-        sync: keeps the index as other gateways' changes have it.
-        kv_gone: notes that a handoff's KV is not here.
-        threads: of the handoffs.
-    """
-
-    index: HandoffIndex
-    storage: HandoffStorage
-    sync: IndexSync
-    kv_gone: Callable[[Handoff], None]
-    threads: HandoffThreads
-
-    async def remove_kv(self, record: Handoff, saved: str | None) -> None:
-        """Move KV away, and all that may be made of it.
-
-        Args:
-            record: the handoff whose KV it is.
-            saved: key of the entry that the request saved which loaded it; None: none.
-        """
-        for each in [record, *self.index.beginning_like(record), *self.index.blended_from(record)]:
-            await self.threads.storage.run(each.tenant, self.storage.quarantine, each, patient=True)
-            self.kv_gone(each)
-            if self.storage.shared and not each.automatic:  # other machines may have copies
-                with contextlib.suppress(HandoffStoreUnavailable):
-                    await self._tell_kv_gone(each)
-        if saved is not None:
-            await self.threads.storage.run(record.tenant, self.storage.store.quarantine, saved, patient=True)
-
-    async def _tell_kv_gone(self, record: Handoff) -> None:
-        """Note in a record that its KV is not to be used.
-
-        Raises:
-            HandoffStoreUnavailable: the shared store failed.
-        """
-
-        def edit(changed: Handoff, _others: OtherUsage) -> None:
-            changed.bytes = 0
-
-        async with record.guard:
-            now = await self.threads.storage.run(
-                record.tenant, self.storage.change, record, edit, patient=True
-            )
-            self.sync.update(record, now)
-
-    async def note(self, record: Handoff, audit: HandoffAudit) -> None:
-        """Note the result of an audit of a handoff's KV."""
-        wrong = audit.result is AuditResult.MISMATCH
-        record = self.index.known(record.id) or record  # another gateway may have changed it
-        if record.automatic or record not in self.index:
-            return
-
-        def edit(changed: Handoff, _others: OtherUsage) -> None:
-            changed.audit = audit
-            changed.bytes = 0 if wrong else changed.bytes
-
-        async with record.guard:
-            now = await self.threads.storage.run(
-                record.tenant, self.storage.change, record, edit, patient=True
-            )
-            self.sync.update(record, now)
-
+from baton.library.handoff import Handoff
+from baton.library.holdings import Holdings, Result
+from baton.library.saving import Saving
+from baton.telemetry.metrics import HandoffMetrics
 
 SWEEP_EVERY_S = 2.0
 SWEEP_SHARE = 0.05
@@ -164,36 +28,22 @@ MAX_WEIGHT_PER_TENANT = 256 * 1024 * 1024
 """Bytes of token ids and messages in memory; above it a tenant's oldest handoffs are evicted."""
 
 
-class Sweeper:
-    """Sweeps the handoffs of one gateway.
-
-    Args:
-        index: the handoffs.
-        storage: their files and KV.
-        sync: reads what other gateways over the store changed.
-        budget: evicts handoffs for their records and images.
-        metrics: where handoffs are counted.
-        begin_work: runs work in the background.
-        threads: of the handoffs.
-    """
+class Upkeep:
+    """Sweeps the handoffs of one gateway."""
 
     def __init__(
         self,
-        index: HandoffIndex,
-        storage: HandoffStorage,
-        sync: IndexSync,
-        budget: RecordBudget,
+        holdings: Holdings,
+        saving: Saving,
         metrics: HandoffMetrics,
-        begin_work: Callable[[Coroutine[Any, Any, Any]], object],
-        threads: HandoffThreads,
+        in_background: Callable[[Coroutine[Any, Any, Any]], object],
     ) -> None:
-        self._index = index
-        self._storage = storage
-        self._sync = sync
-        self._budget = budget
+        self._holdings = holdings
+        self._index = holdings.index
+        self._here = holdings.here
+        self._saving = saving
         self._metrics = metrics
-        self._begin_work = begin_work
-        self._threads = threads.storage
+        self._in_background = in_background
         self._log = structlog.get_logger("baton.handoffs")
 
     async def run(self) -> None:
@@ -204,23 +54,23 @@ class Sweeper:
             try:
                 if time.monotonic() >= next_orphans:
                     next_orphans = time.monotonic() + ORPHANS_EVERY_S
-                    await self._run(self._storage.sweep_orphans)
-                await self._sweep()
+                    await self._run(self._here.sweep_orphans)
+                await self.sweep()
             except Exception as error:  # noqa: BLE001  # the border of the sweeper: the next round may work
                 self._log.warning("handoff_sweep_failed", reason=f"{type(error).__name__}: {error}")
             rest = (time.monotonic() - began) / SWEEP_SHARE
             await asyncio.sleep(min(max(SWEEP_EVERY_S, rest), SWEEP_AT_LEAST_EVERY_S))
 
-    async def _sweep(self) -> None:
-        await self._sync.refresh()
+    async def sweep(self) -> None:
+        await self._holdings.refresh()
         self.drop_expired()
         for tenant in self._index.tenants:
             self.evict_oldest(tenant)
-        async with self._budget.guard:
-            await self._budget.make_room(None, 0)
+        async with self._saving.guard:
+            await self._saving.make_room(None, 0)
         await self.forget_evicted()
         self._metrics.kept.set(len(self._index))
-        self._metrics.store_bytes.set(await self._run(self._storage.all_bytes))
+        self._metrics.store_bytes.set(await self._run(self._here.store.size))
 
     def drop_expired(self) -> None:
         """Drop expired handoffs; their files are removed in the background."""
@@ -228,18 +78,18 @@ class Sweeper:
             self._index.drop(record)
             if not record.automatic:  # most of those give way to one that continues them
                 self._metrics.expired.inc()
-            self._begin_work(self._remove_expired(record))
+            self._in_background(self._remove_expired(record))
 
     async def _remove_expired(self, record: Handoff) -> None:
-        extended = await self._run(self._storage.remove_expired, record)
+        extended = await self._run(self._holdings.tier.remove_expired, record)
         if extended is not None:
-            self._sync.adopt(extended)
+            self._holdings.adopt(extended)
 
     async def forget_evicted(self) -> None:
         """Remove some of the automatic handoffs whose KV was evicted; they would hide others from prompts."""
         found = self._index.automatic_records()
         some = random.sample(found, min(len(found), EVICTED_LOOKS))
-        sizes = await self._run(self._storage.stored_bytes, some)
+        sizes = await self._run(self._holdings.tier.sizes, some)
         for record, size in zip(some, sizes, strict=True):
             if not size:
                 self.kv_gone(record)
@@ -268,7 +118,7 @@ class Sweeper:
 
     def _evict(self, record: Handoff) -> None:
         self._index.evict(record)
-        self._begin_work(self._run(self._storage.remove, record))
+        self._in_background(self._run(self._here.remove, record))
 
     async def _run(self, work: Callable[..., Result], *args: object) -> Result:
-        return await self._threads.run(OURS, work, *args, patient=True)
+        return await self._holdings.run(OURS, work, *args, patient=True)

@@ -107,7 +107,7 @@ class JoinsAhead:
             await self._plans.require_joinable(engine, parts)
         target = self._plans.begin_joined(engine, context.tenant, options)
         at_once = ready and is_idle(engine)
-        task = self._handoffs.begin_work(self._join(engine, context, options, target))
+        task = self._handoffs.in_background(self._join(engine, context, options, target))
         self._tasks.add(task)
         task.add_done_callback(lambda ended: self._ended(ended, context.tenant))
         return target, task, at_once

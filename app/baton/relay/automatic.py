@@ -21,7 +21,7 @@ from baton.engines.backend import Json, Operation
 from baton.engines.engine import LocalEngine
 from baton.engines.transfers import TransferReport, TransferRequest
 from baton.images.image_position import ImagePosition, with_distinct_images
-from baton.library.handoff import Handoff, key_of, new_id
+from baton.library.handoff import Context, Handoff, key_of, new_id
 from baton.library.library import Library
 from baton.library.prefixes import PrefixMatch
 from baton.relay.asked import OPERATIONS
@@ -289,7 +289,7 @@ class AutomaticHandoffs:
 
         match = self.handoffs.longest_prefix(tenant, engine.weights, prompt, usable)
         if elsewhere:  # this request does not wait for it; the next one finds it here
-            self.handoffs.begin_work(self.handoffs.bring(elsewhere[0], engine))
+            self.handoffs.in_background(self.handoffs.fetch_here(elsewhere[0], engine))
         self.metrics.automatic_lookups.labels("found" if match is not None else "none").inc()
         return match
 
@@ -305,8 +305,7 @@ class AutomaticHandoffs:
     ) -> None:
         """Register a context that the engine saves as a handoff."""
         record = self.handoffs.begin(engine, tenant, ttl_s=ttl_s, automatic=handoff_id)
-        record.positions = list(images)
-        self.handoffs.end(record, transfer, tokens)
+        self.handoffs.end(record, transfer, tokens, Context(positions=images))
         self.rule.saved(tenant)
         self.metrics.automatic_saves.inc()
 

@@ -192,7 +192,7 @@ class Relay:
         ticket = await take_place()
         planned = await self.plans.open_new(engine, body, context, options, sources, images)
         assert planned.target is not None
-        work = self.library.begin_work(planned.compute(options.prompt or ""))
+        work = self.library.in_background(planned.compute(options.prompt or ""))
         ticket.keep_until(work)
         try:
             return planned.target, await self._shown(planned.target, work, self.settings.handoffs.wait_s)

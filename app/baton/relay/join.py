@@ -19,7 +19,7 @@ from baton.engines.engine import LocalEngine
 from baton.errors import BatonError, ContextTooLong, InvalidRequest, TemplateUnsupported
 from baton.images.placed_image import PlacedImage
 from baton.library.handoff import Conversation, Handoff
-from baton.library.prefixes import shared_tokens
+from baton.library.prefixes import common_tokens
 from baton.relay.prompt.chat import Writer
 from baton.relay.prompt.resent import INSTRUCTIONS, fingerprint
 from baton.relay.prompt.text import EngineText, count_images, shift_images
@@ -170,7 +170,7 @@ def _is_within(part: Part, marks: list[str], other: Part, others: list[str]) -> 
     if others[count] == past.answer_fingerprints.get(count):
         return True
     tokens = part.record.distinct_tokens
-    return shared_tokens(tokens, other.record.distinct_tokens) >= len(tokens) - past.ended
+    return common_tokens(tokens, other.record.distinct_tokens) >= len(tokens) - past.ended
 
 
 # Refuse handoffs that cannot be joined, or that make more than their model takes.
@@ -216,7 +216,7 @@ def _require_short(engine: LocalEngine, parts: Sequence[Part]) -> None:
         if len(images) > engine.images.limit:
             raise _too_many_images(engine, len(images), part)
         own = part.record.distinct_tokens
-        tokens += len(own) - (shared_tokens(first, own) if part is not parts[0] else 0)
+        tokens += len(own) - (common_tokens(first, own) if part is not parts[0] else 0)
         if max(tokens, len(own)) >= _context_tokens(engine):
             raise _too_long(engine, part)
 
@@ -276,7 +276,7 @@ async def join(
 
 async def _joined_texts(text: EngineText, parts: Sequence[Part]) -> JoinedContext:
     first = parts[0].record
-    shared = min(shared_tokens(first.distinct_tokens, part.record.distinct_tokens) for part in parts[1:])
+    shared = min(common_tokens(first.distinct_tokens, part.record.distinct_tokens) for part in parts[1:])
     shared = await text.begin_of_line(first.tokens, shared, whole=[len(part.record.tokens) for part in parts])
     begin = await text.begin_tokens()
     tokens, images, ends = list(first.tokens), list(parts[0].images), [len(first.tokens)]

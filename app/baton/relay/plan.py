@@ -17,7 +17,7 @@ from baton.images.image_position import ImagePosition, with_distinct_images
 from baton.images.placed_image import PlacedImage
 from baton.library.handoff import Handoff
 from baton.library.library import Library
-from baton.library.prefixes import shared_tokens
+from baton.library.prefixes import common_tokens
 from baton.relay.asked import HandoffOptions, NewHandoff, SaveOptions, part_name
 from baton.relay.audit import Audits
 from baton.relay.cost import Choice, Decision, LoadCost
@@ -386,15 +386,14 @@ class Plans:
         shared = None
         if prompt.tokens is not None:
             images = [ImagePosition(each.digest, each.offset, each.length) for each in prompt.images]
-            shared = shared_tokens(source.distinct_tokens, with_distinct_images(prompt.tokens, images))
+            shared = common_tokens(source.distinct_tokens, with_distinct_images(prompt.tokens, images))
         decision = self.cost.decide(engine, source, shared, self.handoffs.skipped_fetch_s(source))
         self.metrics.decisions.labels(decision.choice.value).inc()
         return decision
 
     def _register(self, engine: LocalEngine, context: RequestContext, wanted: Ask) -> Handoff | None:
         if (target := wanted.target) is not None:
-            target.parents = wanted.parents  # in the order in which they were joined
-            target.parent = target.parents[0]
+            target.set_parents(wanted.parents)  # in the order in which they were joined
         if wanted.save is None or target is not None:
             return target
         return self.handoffs.begin(

@@ -11,9 +11,9 @@ from typing import Any
 from baton.engines.backend import Json, Operation, Reply, StreamReply, WholeReply
 from baton.engines.engine import LocalEngine
 from baton.engines.transfers import TransferReport, TransferRequest
-from baton.library.handoff import Conversation, Handoff
+from baton.library.handoff import Context, Conversation, Handoff
 from baton.library.library import Library
-from baton.library.prefixes import shared_tokens
+from baton.library.prefixes import common_tokens
 from baton.relay.asked import ID_HEADER, WRITTEN_BY_THE_ENGINE
 from baton.relay.audit import Audits
 from baton.relay.cost import Decision
@@ -263,12 +263,14 @@ class PlannedRequest:
                 self.handoffs.end(target, None)
                 return target.public()
             tokens = tokens + report.answer_ids
-        target.conversation = self._conversation(answer)
-        target.exact = self.transfer.salt is None  # as the connector marks its entry
-        target.positions = [] if transfer.images else [*report.images]  # without their pixels
-        if transfer.latent_steps:
-            target.latent_steps, target.placeholder = transfer.latent_steps, self.engine.placeholder
-        self.handoffs.end(target, transfer, tokens)
+        context = Context(
+            self._conversation(answer),
+            exact=transfer.salt is None,  # as the connector marks its entry
+            positions=() if transfer.images else report.images,  # without their pixels
+            latent_steps=transfer.latent_steps,
+            placeholder=self.engine.placeholder if transfer.latent_steps else None,
+        )
+        self.handoffs.end(target, transfer, tokens, context)
         await self.handoffs.settled(target, SETTLE_WITHIN_S)
         self.metrics.created.inc()
         return target.public()
@@ -329,7 +331,7 @@ class PlannedRequest:
             shown |= self.translated.public(source)
             if self.translated.computed and self.exact:
                 shown |= {"outcome": "translated", "reason": None}
-        shown["shared_tokens"] = shared_tokens(source.distinct_tokens, report.distinct_prompt)
+        shown["shared_tokens"] = common_tokens(source.distinct_tokens, report.distinct_prompt)
         shown["resent_messages"] = self.prompt.resent
         if self.parts:
             shown["parts"] = self._parts()

@@ -157,7 +157,7 @@ class Sources:
         record = await self._there(record.id, engine, record.tenant, translates=translates)
         if record.state is HandoffState.PENDING:
             raise HandoffPending()
-        await self.handoffs.bring(record, engine)
+        await self.handoffs.fetch_here(record, engine)
         return record
 
     async def all(

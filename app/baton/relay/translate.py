@@ -162,7 +162,7 @@ class Translations:
         # It may have the engine's weights, and latent steps that the engine does not compute.
         if not is_compatible(origin, engine):
             found, computed = await self._once(engine, context, origin, save)
-        await self._handoffs.bring(found, engine)  # as of any other handoff that a request continues
+        await self._handoffs.fetch_here(found, engine)  # as of any other handoff that a request continues
         return Source(found, Translated(record, computed))
 
     async def _once(
@@ -173,7 +173,7 @@ class Translations:
         begins = key not in self._making
         if begins:
             work = self._translate(engine, replace(context, request_id=new_request_id()), record, save)
-            self._making[key] = self._handoffs.begin_work(work)
+            self._making[key] = self._handoffs.in_background(work)
             self._making[key].add_done_callback(lambda _: self._making.pop(key, None))
         try:
             made, computed = await asyncio.shield(self._making[key])  # others may wait for it too

@@ -14,11 +14,11 @@ from urllib.parse import urlsplit
 import structlog
 from prometheus_client import CollectorRegistry
 
+from baton.admission.breaker import Breaker
 from baton.admission.fair_threads import in_own_thread
 from baton.config.groups import EngineSettings
 from baton.config.settings import Settings, is_loopback
 from baton.engines.backend import EngineState, ImageInput, Json, Report
-from baton.engines.elsewhere.breaker import Breaker
 from baton.engines.elsewhere.client import RemoteClient
 from baton.engines.elsewhere.keys import RemoteKeys
 from baton.engines.elsewhere.server import Look, RemoteServer, look

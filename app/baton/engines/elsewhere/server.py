@@ -17,6 +17,7 @@ from typing import Any
 import structlog
 from pydantic_core import to_json
 
+from baton.admission.breaker import Breaker
 from baton.admission.fair_threads import in_own_thread
 from baton.config.groups import EngineSettings, RemoteSettings
 from baton.engines.backend import Json, Operation, Peer, Reply, StreamReply, WholeReply
@@ -33,7 +34,6 @@ from baton.engines.elsewhere.answers import (
     parsed_json,
     refusal,
 )
-from baton.engines.elsewhere.breaker import Breaker
 from baton.engines.elsewhere.client import Answer, RemoteClient
 from baton.engines.elsewhere.keys import Key, RemoteKeys
 from baton.errors import (

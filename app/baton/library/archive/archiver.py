@@ -18,8 +18,8 @@ from baton.library.archive.copies import TRIES, Archive, Outcome
 from baton.library.archive.documents import DUE, Due, OtherVersion, Tampered, end_of, record_name
 from baton.library.archive.records import DELETED_FOR_S
 from baton.library.handoff import Handoff, HandoffState
-from baton.library.here.records import OtherUsage
-from baton.library.tiers import HandoffStorage
+from baton.library.here.records import Others
+from baton.library.tiers import Here
 from baton_kv.stores.base import StoreError
 
 # Delete from the archive what has expired, with the files that nothing else needs.
@@ -37,12 +37,8 @@ def remove_expired(
     The objects of `due/` are listed in order of time, so only what is due is looked at.
 
     Args:
-        archive: the archive.
         stop: says that the rest is left for another time.
         now: seconds since the epoch.
-
-    Raises:
-        HandoffStoreUnavailable: the archive failed.
     """
     count, bucket = 0, archive.bucket
     for name in bucket.names(DUE):
@@ -108,14 +104,12 @@ class Archiver:
     """The background work of one gateway for the archive.
 
     Args:
-        archive: the archive.
-        inner: this machine's storage, and perhaps the shared store's.
         after_s: handoffs that live at least so long are archived.
     """
 
-    def __init__(self, archive: Archive, inner: HandoffStorage, after_s: float) -> None:
+    def __init__(self, archive: Archive, here: Here, after_s: float) -> None:
         self._archive = archive
-        self._inner = inner
+        self._here = here
         self._after_s = after_s
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="archive-write")
         self._lock = threading.Lock()
@@ -171,7 +165,7 @@ class Archiver:
         return self._guards[hash(handoff_id) % len(self._guards)]
 
     def is_waiting(self, name: str) -> bool:
-        """Return whether something is to be done for a name."""
+        """Return whether a job of this name has not ended yet."""
         return name in self._jobs
 
     def idle(self) -> bool:
@@ -227,12 +221,12 @@ class Archiver:
             with self._lock:
                 self._wrong.discard(known.id)
         for _ in range(TRIES):
-            record = self._inner.find(known.id, known.tenant)
+            record = self._here.find(known.id, known.tenant)
             if record is None or record.expires_at <= time.time():
                 return True
-            outcome = self._archive.write(self._inner, record, partial(self._commit, known, record))
+            outcome = self._archive.write(self._here, record, partial(self._commit, known, record))
             if outcome is Outcome.DELETED:
-                self._inner.remove(record)  # another gateway deleted it
+                self._here.remove(record)  # another gateway deleted it
                 return True
             if outcome is Outcome.WRITTEN and known.archived:
                 return True
@@ -244,8 +238,8 @@ class Archiver:
         From then on other machines may change it in the archive, and this one may no more do so without.
         """
         with self.guard(record.id):
-            if not self._inner.shared:
-                now = self._inner.find(record.id, record.tenant)
+            if self._here.pool is None:
+                now = self._here.find(record.id, record.tenant)
                 if now is None or now.revision != record.revision:
                     return False
             write()
@@ -259,10 +253,10 @@ class Archiver:
         From then on it is changed in the archive first, so nothing may be missing there.
         """
 
-        def mark(now: Handoff, _others: OtherUsage) -> None:
+        def mark(now: Handoff, _others: Others) -> None:
             now.archived = now.revision == record.revision
 
-        marked = self._inner.change(record, mark)
+        marked = self._here.change(record, mark)
         return marked is not None and marked.archived
 
     def _keep_up(self) -> None:

@@ -23,6 +23,7 @@ from obstore.exceptions import (
 )
 from obstore.store import S3Store
 
+from baton.admission.breaker import REST_S, Breaker
 from baton.errors import HandoffStoreUnavailable, SettingsError
 from baton.telemetry.metrics import ArchiveMetrics
 from baton_kv.stores.base import StoreError
@@ -101,7 +102,7 @@ UNKNOWN = "look at the service's own log"
 
 
 def code_of(error: BaseException) -> str | None:
-    """Return what S3 calls the reason, such as `AccessDenied`."""
+    """Return S3's name of the reason, such as `AccessDenied`."""
     found = CODE.search(str(error))
     return found[1] if found is not None else None
 
@@ -136,14 +137,11 @@ def reason_of(error: BaseException) -> str:
 
 
 def mend_of(error: BaseException) -> str:
-    """Return what an operator can do about a failure."""
+    """Return an operator's remedy for a failure."""
     cause = cause_of(error)
     return cause.mend if cause is not None else UNKNOWN
 
 
-FAILURES = 3
-"""After so many failures in a row the archive is left alone for a while."""
-REST_S = 5.0
 CONNECT_S = 1.0
 PART_S = 30.0
 """Seconds that one part of a file may take; a part has `PART_BYTES`."""
@@ -172,7 +170,6 @@ class BucketAddress:
     """Where the archive is, and how it is asked.
 
     Attributes:
-        bucket: name of the bucket.
         prefix: what the names of all objects begin with.
         endpoint: address of another service than AWS's; None: of the environment, else AWS's.
         region: of the bucket; None: of the environment.
@@ -196,7 +193,6 @@ class Found(NamedTuple):
     """A small object.
 
     Attributes:
-        data: its bytes.
         version: names this version of it.
     """
 
@@ -205,11 +201,11 @@ class Found(NamedTuple):
 
 
 class Bucket:
-    """The objects under one prefix of a bucket, for several threads. All calls block.
+    """The objects under one prefix of a bucket, for several threads.
+
+    All calls block, and raise `HandoffStoreUnavailable` where the server fails.
 
     Args:
-        address: where the bucket is.
-        metrics: where requests are counted.
         clock: monotonic seconds.
     """
 
@@ -221,9 +217,7 @@ class Bucket:
         self._small = _client(address, address.timeout_s, retries=0)
         self._large = _client(address, max(PART_S, address.timeout_s), retries=PART_TRIES - 1)
         self._parts = _client(address, min(PART_S, address.fetch_s), retries=0)
-        self._lock = threading.Lock()
-        self._failures = 0
-        self._resting_until = 0.0
+        self.breaker = Breaker(clock=clock)
         self._closed = threading.Event()
         self._log = structlog.get_logger("baton.handoffs")
 
@@ -235,12 +229,10 @@ class Bucket:
         """Read a small object; None: there is none. One that is too large counts as empty.
 
         Args:
-            name: its name.
             unless: a version that is known already.
 
         Raises:
             NotChanged: it still is that version.
-            HandoffStoreUnavailable: the archive failed, or is left alone after failures.
         """
 
         def work() -> Found | None:
@@ -260,14 +252,11 @@ class Bucket:
         """Write a small object; returns its version.
 
         Args:
-            name: its name.
-            data: its bytes.
             over: the version that it may replace; None: any.
             new: there must be none under this name.
 
         Raises:
             Conflict: another version is there, or none.
-            HandoffStoreUnavailable: the archive failed, or is left alone after failures.
         """
 
         def work() -> str:
@@ -284,11 +273,7 @@ class Bucket:
         return self._ask("put", work)
 
     def head(self, name: str) -> tuple[int, float] | None:
-        """Return an object's size and age in seconds; None: there is none.
-
-        Raises:
-            HandoffStoreUnavailable: the archive failed, or is left alone after failures.
-        """
+        """Return an object's size and age in seconds; None: there is none."""
 
         def work() -> tuple[int, float] | None:
             try:
@@ -301,11 +286,7 @@ class Bucket:
         return self._ask("head", work)
 
     def delete(self, name: str) -> None:
-        """Delete an object, if there is one.
-
-        Raises:
-            HandoffStoreUnavailable: the archive failed, or is left alone after failures.
-        """
+        """Delete an object, if there is one."""
 
         def work() -> None:
             try:
@@ -316,11 +297,7 @@ class Bucket:
         self._ask("delete", work)
 
     def names(self, prefix: str) -> Iterator[str]:
-        """Return the names under a prefix, in order.
-
-        Raises:
-            HandoffStoreUnavailable: the archive failed, or is left alone after failures.
-        """
+        """Return the names under a prefix, in order."""
         listing = iter(self._small.list(prefix))
         while (chunk := self._ask("list", lambda: next(listing, None))) is not None:
             yield from (each["path"] for each in chunk)
@@ -329,11 +306,9 @@ class Bucket:
         """Write a large object, as a whole or not at all.
 
         Args:
-            name: its name.
             parts: its bytes; an exception of it ends the upload.
 
         Raises:
-            HandoffStoreUnavailable: the archive failed, or is left alone after failures.
             StoreError: the gateway ends.
         """
 
@@ -347,7 +322,6 @@ class Bucket:
 
         Raises:
             FileNotFoundError: there is no such object.
-            HandoffStoreUnavailable: the archive failed, or is left alone after failures.
             StoreError: the gateway ends.
         """
         found = self._ask("part", lambda: self._apart(lambda: _part(self._parts, name, start, stop)))
@@ -394,7 +368,9 @@ class Bucket:
             return None
 
     def _ask(self, operation: str, work: Callable[[], Answer]) -> Answer:
-        self._require_rested()
+        if self.breaker.resting():
+            self._metrics.not_used("resting")
+            raise HandoffStoreUnavailable(UNAVAILABLE, retry_after_s=round(REST_S))
         began = self._clock()
         try:
             answer = work()
@@ -432,23 +408,11 @@ class Bucket:
 
     def _succeeded(self, operation: str, began: float) -> None:
         self._metrics.count(operation, self._clock() - began)
-        with self._lock:
-            self._failures, self._resting_until = 0, 0.0
-
-    def _require_rested(self) -> None:
-        with self._lock:
-            if self._clock() < self._resting_until:
-                self._metrics.not_used("resting")
-                raise HandoffStoreUnavailable(UNAVAILABLE, retry_after_s=round(REST_S))
-            if self._failures >= FAILURES:  # this request is the probe; others wait for how it ends
-                self._resting_until = self._clock() + REST_S
+        self.breaker.succeeded()
 
     def _failed(self, operation: str, error: BaseException) -> HandoffStoreUnavailable:
         self._metrics.failed(kind_of(error))
-        with self._lock:
-            self._failures += 1
-            if self._failures >= FAILURES:
-                self._resting_until = self._clock() + REST_S
+        self.breaker.failed()
         self._log.warning("archive_failed", operation=operation, reason=reason_of(error))
         return HandoffStoreUnavailable(UNAVAILABLE, retry_after_s=round(REST_S))
 
@@ -462,7 +426,7 @@ def _part(store: S3Store, name: str, start: int, stop: int) -> bytes | None:
 
 
 def _require_bucket(error: FileNotFoundError) -> None:
-    """Let pass that an object is missing, but not the bucket: nobody knows what was in it."""
+    """Raise the error again if the whole bucket is missing, which does not mean that the object never was."""
     if is_no_bucket(error):
         raise error
 

@@ -12,11 +12,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import structlog
 from blake3 import blake3
@@ -27,17 +26,19 @@ from baton.library.archive.bucket import PART_BYTES, Bucket, Conflict
 from baton.library.archive.documents import ArchivedFile, Document, Names
 from baton.library.archive.records import ArchiveRecords, Version
 from baton.library.handoff import Handoff
+from baton.library.here.entries import Deadline, FetchCutOff, bytes_into, copy_entry, opened, read_into
 from baton.library.here.images import placed_image
-from baton.library.tiers import FetchCutOff, HandoffStorage, counting
+from baton.library.tiers import Here
 from baton.telemetry.metrics import ArchiveMetrics
-from baton_kv.format import seal_of, shared_keys
-from baton_kv.stores.base import EntryMissing, Reader, SharedFiles, Store, StoreError
+from baton_kv.format import seal_of
+from baton_kv.stores.base import EntryMissing, Store, StoreError
 
 # Copy files of KV and images between this machine and the archive.
 
 
 PARTS_AHEAD = 4
 """Parts of a file that are read at once."""
+FETCH_S = "handoffs.archive_fetch_s"
 PIECE_BYTES = 1024 * 1024
 LEAST_RATE = 1024 * 1024
 """An upload may take as long as it would at so many bytes a second, `PATIENCE_S`, and what the pace costs."""
@@ -57,8 +58,6 @@ class LocalFile:
     Attributes:
         key: key of the entry whose own it is, or an image's digest.
         name: name of its object in the archive.
-        size: in bytes.
-        read_into: reads it.
     """
 
     key: str
@@ -67,8 +66,15 @@ class LocalFile:
     read_into: ReadInto
 
 
+class LocalFiles(NamedTuple):
+    """The files of a handoff that this machine has: of KV, and of images."""
+
+    kv: list[LocalFile]
+    images: list[LocalFile]
+
+
 class Pace:
-    """Lets several threads together write so many bytes a second, and no more.
+    """Limits the bytes a second that several threads together write.
 
     Args:
         rate: bytes a second; None: no limit.
@@ -96,13 +102,11 @@ class Pace:
 
 
 class ArchiveFiles:
-    """Writes and reads files of the archive. All calls block.
+    """Writes and reads files of the archive.
+
+    All calls block, and raise `HandoffStoreUnavailable` where the archive fails.
 
     Args:
-        bucket: where they are.
-        names: makes their digests.
-        metrics: where bytes are counted.
-        pace: how fast files are written.
         renewed_s: seconds after which a file is written again for a handoff that needs it, so that a rule of
             the bucket may delete what is older than handoffs live.
     """
@@ -128,7 +132,6 @@ class ArchiveFiles:
 
         Raises:
             StoreError: it cannot be read, took too long, or the gateway ends.
-            HandoffStoreUnavailable: the archive failed.
         """
         digest = self._names.hasher()
         there = self._bucket.head(file.name)
@@ -141,28 +144,19 @@ class ArchiveFiles:
         return ArchivedFile(key=file.key, name=file.name, size=file.size, digest=digest.hexdigest())
 
     def is_there(self, file: ArchivedFile) -> bool:
-        """Return whether a file is in the archive.
-
-        Raises:
-            HandoffStoreUnavailable: the archive failed.
-        """
+        """Return whether a file is in the archive."""
         found = self._bucket.head(file.name)
         return found is not None and found[0] == file.size
 
-    def chunks(self, file: ArchivedFile, until: float) -> Generator[bytes]:
+    def chunks(self, file: ArchivedFile, deadline: Deadline) -> Generator[bytes]:
         """Return an iterator over a file's bytes, which fails at its end if they are not what was written.
-
-        Args:
-            file: the file.
-            until: monotonic time by which all must have been read.
 
         Raises:
             Damaged: by the iterator: there is no such file, or it is another.
             FetchCutOff: by the iterator: it took too long.
-            HandoffStoreUnavailable: by the iterator: the archive failed.
         """
         digest, size = self._names.hasher(), 0
-        with contextlib.closing(self._parts(file, until)) as parts:
+        with contextlib.closing(self._parts(file, deadline)) as parts:
             for part in parts:
                 digest.update(part)
                 size += len(part)
@@ -172,7 +166,7 @@ class ArchiveFiles:
             raise Damaged("a file in the archive is not what was written there")
         self._metrics.moved("fetch", size)
 
-    def _parts(self, file: ArchivedFile, until: float) -> Generator[bytes]:
+    def _parts(self, file: ArchivedFile, deadline: Deadline) -> Generator[bytes]:
         """Read a file's parts in order, some of them ahead."""
         waiting: deque[Future[bytes]] = deque()
         starts, got = iter(range(0, file.size, PART_BYTES)), 0
@@ -183,7 +177,7 @@ class ArchiveFiles:
                     waiting.append(self._readers.submit(self._bucket.part, file.name, start, stop))
                 if not waiting:
                     return
-                part = _result(waiting.popleft(), until, got)
+                part = _result(waiting.popleft(), deadline, got)
                 got += len(part)
                 yield part
         finally:
@@ -194,17 +188,17 @@ class ArchiveFiles:
         until = time.monotonic() + PATIENCE_S + file.size / LEAST_RATE
         for piece in _pieces(file):
             if time.monotonic() > until:
-                raise StoreError("writing to the archive took too long")
+                raise StoreError(f"writing {file.size} bytes to the archive took longer than 1 MiB/s would")
             until += self._pace.wait(len(piece))
             digest.update(piece)
             yield piece
 
 
-def _result(part: Future[bytes], until: float, got: int) -> bytes:
+def _result(part: Future[bytes], deadline: Deadline, got: int) -> bytes:
     try:
-        return part.result(timeout=max(0.0, until - time.monotonic()))
+        return part.result(timeout=deadline.left_s)
     except (TimeoutError, CancelledError):
-        raise FetchCutOff("fetching from the archive took too long", got) from None
+        raise FetchCutOff(deadline, got) from None
     except FileNotFoundError as error:
         raise Damaged(f"the archive has no file {error}") from None
 
@@ -215,17 +209,6 @@ def _pieces(file: LocalFile) -> Iterator[bytes]:
         if file.read_into(start, memoryview(buffer)) != len(buffer):
             raise EntryMissing(f"{file.key} ends too early")
         yield bytes(buffer)
-
-
-def reading(data: bytes) -> ReadInto:
-    """Return what reads bytes in memory."""
-
-    def read_into(start: int, view: memoryview) -> int:
-        part: Any = memoryview(data)[start : start + len(view)]
-        view[: len(part)] = part
-        return len(part)
-
-    return read_into
 
 
 TRIES = 20
@@ -249,11 +232,6 @@ class Archive:
     """The archive's documents and files.
 
     Attributes:
-        bucket: where they are.
-        names: what objects are called.
-        records: the documents.
-        files: the files.
-        metrics: where handoffs are counted.
         fetch_s: seconds in which a handoff must have been fetched.
     """
 
@@ -264,17 +242,14 @@ class Archive:
     metrics: ArchiveMetrics
     fetch_s: float
 
-    def write(self, inner: HandoffStorage, record: Handoff, commit: Commit) -> Outcome:
+    def write(self, here: Here, record: Handoff, commit: Commit) -> Outcome:
         """Bring the archive up to date with a handoff of this machine.
 
         Args:
-            inner: this machine's storage, and perhaps the shared store's.
-            record: the handoff as it is there.
             commit: the last step.
 
         Raises:
             StoreError: a file cannot be read, took too long, or the gateway ends.
-            HandoffStoreUnavailable: the archive failed.
             Conflict: others change it all the time.
         """
         written: list[str] = []
@@ -283,7 +258,7 @@ class Archive:
             if there is not None and there.deleted:
                 self.records.release(handoff, written)
                 return Outcome.DELETED
-            document = self._pushed(inner, record, there)
+            document = self._pushed(here, record, there)
             written = document.objects
             if there is not None and there.document.model_dump_json() == document.model_dump_json():
                 return Outcome.WRITTEN if commit(lambda: None) else Outcome.CHANGED
@@ -291,25 +266,23 @@ class Archive:
             with contextlib.suppress(Conflict):
                 if not commit(partial(self.records.write, document, tag)):
                     return Outcome.CHANGED
-                self._push_again_what_went(inner, document)
+                self._push_again_what_went(here, document)
                 self.metrics.handoff("written")
                 return Outcome.WRITTEN
         raise Conflict()
 
-    def _pushed(self, inner: HandoffStorage, record: Handoff, there: Version | None) -> Document:
+    def _pushed(self, here: Here, record: Handoff, there: Version | None) -> Document:
         """Write the files of a handoff that this machine has, and return the document to write then."""
         before = there.document if there is not None else Document(record=None)
         told = before.record
-        stands = told is not None and record.archived and not inner.shared  # changed in the archive first
+        stands = told is not None and record.archived and here.pool is None  # changed in the archive first
         newest = told if stands or (told is not None and told.revision > record.revision) else record
         files, images = before.files, before.images
-        with ExitStack() as stack:
-            local = self._local_files(inner.store, record, stack) if not files else []
-            pictures = self._local_images(inner, record) if record.images and not images else []
-            if local or pictures:
-                self.records.need(record, [each.name for each in (*local, *pictures)])
-                files = files or tuple(self.files.push(each) for each in local)
-                images = images or tuple(self.files.push(each) for each in pictures)
+        with self._local_files(here, record, kv=not files, images=not images) as local:
+            if local.kv or local.images:
+                self.records.need(record, [each.name for each in (*local.kv, *local.images)])
+                files = files or tuple(self.files.push(each) for each in local.kv)
+                images = images or tuple(self.files.push(each) for each in local.images)
         assert newest is not None
         size = newest.bytes or (sum(each.size for each in files))
         return Document(
@@ -318,64 +291,52 @@ class Archive:
             images=images,
         )
 
-    def _push_again_what_went(self, inner: HandoffStorage, document: Document) -> None:
+    def _push_again_what_went(self, here: Here, document: Document) -> None:
         """Write files once more that another gateway deleted before it saw that they are needed."""
         gone = {each.name for each in (*document.files, *document.images) if not self.files.is_there(each)}
         record = document.record
         if not gone or record is None:
             return
-        with ExitStack() as stack:
-            local = [*self._local_files(inner.store, record, stack), *self._local_images(inner, record)]
-            for each in local:
+        with self._local_files(here, record, kv=True, images=True) as local:
+            for each in (*local.kv, *local.images):
                 if each.name in gone:
                     self.files.push(each)
 
-    def _local_files(self, store: Store, record: Handoff, stack: ExitStack) -> list[LocalFile]:
-        """Open the files of an entry of this machine, its own last; none if it is not here."""
-        if not store.exists(record.key):
-            return []
-        own = stack.enter_context(store.open(record.key))
-        keys = [*shared_keys(own), record.key]
-        parts = [stack.enter_context(store.open(record.key, part)) for part in range(len(keys) - 1)]
-        return [
-            LocalFile(
-                key, self.names.file(record.tenant, seal_of(reader)), len(reader), partial(_read_into, reader)
-            )
-            for key, reader in zip(keys, [*parts, own], strict=True)
-        ]
+    @contextlib.contextmanager
+    def _local_files(self, here: Here, record: Handoff, *, kv: bool, images: bool) -> Iterator[LocalFiles]:
+        """Open the files of KV, its own last, and those of images that are on this machine."""
+        with contextlib.ExitStack() as stack:
+            files = []
+            if kv and here.store.exists(record.key):
+                for key, reader in stack.enter_context(opened(here.store, record.key)):
+                    name = self.names.file(record.tenant, seal_of(reader))
+                    files.append(LocalFile(key, name, len(reader), partial(read_into, reader)))
+            placed = here.read_images(record) if images and record.images else []
+            data = {each.digest: each.image.data for each in placed}
+            yield LocalFiles(files, [self._image(record, *each) for each in data.items()])
 
-    def _local_images(self, inner: HandoffStorage, record: Handoff) -> list[LocalFile]:
-        if not record.images:
-            return []
-        placed = {each.digest: each.image.data for each in inner.read_images(record)}
-        return [
-            LocalFile(digest, self.names.image(record.tenant, digest), len(data), reading(data))
-            for digest, data in placed.items()
-        ]
+    def _image(self, record: Handoff, digest: str, data: bytes) -> LocalFile:
+        return LocalFile(
+            digest, self.names.image(record.tenant, digest), len(data), partial(bytes_into, data)
+        )
 
     def fetch(self, store: Store, files: Sequence[ArchivedFile], within_s: float) -> int:
         """Copy an entry's files to this machine; returns the bytes that were copied.
 
         Args:
-            store: this machine's.
             files: the entry's, its own last.
-            within_s: seconds that it may take.
 
         Raises:
             Damaged: a file is missing, or is not what was written.
             FetchCutOff: it took too long.
             StoreError: it does not fit.
-            HandoffStoreUnavailable: the archive failed.
         """
-        until, size = time.monotonic() + min(within_s, self.fetch_s), 0
-        keys = [each.key for each in files]
-        for index, file in enumerate(files):
-            if store.exists(file.key):
-                continue
-            shared = SharedFiles(tuple(keys[:index]), keys[index - 1]) if index else SharedFiles()
-            with contextlib.closing(self.files.chunks(file, until)) as chunks, counting(size):
-                size += store.put(file.key, chunks, size=file.size, shared=shared)
-        return size
+        deadline = Deadline.within(FETCH_S, self.fetch_s, within_s)
+        return copy_entry(
+            store,
+            [each.key for each in files],
+            lambda index: (files[index].size, self.files.chunks(files[index], deadline)),
+        )
 
     def images(self, document: Document) -> dict[str, bytes]:
         """Return the images of a handoff by digest.
@@ -383,20 +344,17 @@ class Archive:
         Raises:
             Damaged: one is missing, or is not what was written.
             StoreError: it took too long.
-            HandoffStoreUnavailable: the archive failed.
         """
-        until = time.monotonic() + self.fetch_s
-        return {each.key: b"".join(self.files.chunks(each, until)) for each in document.images}
+        deadline = Deadline.within(FETCH_S, self.fetch_s)
+        return {each.key: b"".join(self.files.chunks(each, deadline)) for each in document.images}
 
     def change(self, record: Handoff, edit: Callable[[Handoff], Handoff | None]) -> Handoff | None:
         """Change an archived handoff; returns the record as it is then, None: it was deleted.
 
         Args:
-            record: the handoff as it is known.
             edit: returns the record to write, given the one that is there; None: there is none any more.
 
         Raises:
-            HandoffStoreUnavailable: the archive failed.
             Conflict: others change it all the time, or its document is damaged.
         """
         for _ in range(TRIES):
@@ -419,9 +377,6 @@ class Archive:
 
         Returns:
             What it is called in the bucket, and its files, which `records.release` removes.
-
-        Raises:
-            HandoffStoreUnavailable: the archive failed.
         """
         handoff, there = self.records.current(record.tenant, record.id)
         document = there.document if there is not None else None
@@ -434,7 +389,6 @@ class Archive:
         """Take a handoff's KV out of the archive; returns as `delete`.
 
         Raises:
-            HandoffStoreUnavailable: the archive failed.
             Conflict: others change it all the time.
         """
         for _ in range(TRIES):
@@ -459,7 +413,3 @@ def placed(record: Handoff, found: dict[str, bytes]) -> list[PlacedImage]:
             structlog.get_logger("baton.handoffs").warning("handoff_image_unreadable", handoff=record.id)
             raise HandoffImagesLost()
     return [placed_image(image, found[image.digest]) for image in record.images]
-
-
-def _read_into(reader: Reader, start: int, view: memoryview) -> int:
-    return reader.read_into(start, [view])

@@ -49,7 +49,6 @@ class ArchivedFile(BaseModel):
     Attributes:
         key: key of the entry whose own file it is, or an image's digest.
         name: name of the object that holds it.
-        size: in bytes.
         digest: keyed BLAKE3 digest of all of it, hexadecimal.
     """
 
@@ -107,15 +106,15 @@ class Names:
         self._file_key = blake3(secret, derive_key_context="baton archive 2026 files").digest()
 
     def proof(self) -> bytes:
-        """Return what only gateways with this secret can write."""
+        """Return the proof that a gateway has this secret."""
         return blake3(b"proof", key=self._seal_key).hexdigest().encode()
 
     def scope(self, tenant: str) -> str:
-        """Return what a tenant is called in the bucket."""
+        """Return a tenant's name in the bucket."""
         return self._hash("tenant", tenant)
 
     def handoff(self, tenant: str, handoff_id: str) -> str:
-        """Return what a handoff is called in the bucket: its tenant's scope and a name of its own."""
+        """Return a handoff's name in the bucket: its tenant's scope and a name of its own."""
         return f"{self.scope(tenant)}/{self._hash('handoff', tenant, handoff_id)}"
 
     def image(self, tenant: str, digest: str) -> str:
@@ -127,7 +126,7 @@ class Names:
         return f"files/{self.scope(tenant)}/{self._hash('kv', tenant, seal)}"
 
     def hasher(self) -> blake3:
-        """Return what makes the digest of a file."""
+        """Return an empty digest of a file."""
         return blake3(key=self._file_key)
 
     def seal(self, name: str, body: bytes) -> bytes:
@@ -135,7 +134,7 @@ class Names:
         return self._digest(name, body) + body
 
     def unseal(self, name: str, data: bytes) -> bytes:
-        """Return what a document under a name says.
+        """Return the body of a document, after a look at its seal.
 
         Raises:
             Tampered: it is not what a gateway wrote under this name.
@@ -164,7 +163,7 @@ def needed_name(file: str, handoff: str) -> str:
 
 
 def needed_prefix(file: str) -> str:
-    """Return what the names of all objects begin with that say who needs a file."""
+    """Return the prefix of the objects that each name one handoff which needs a file."""
     return f"needed/{file.removeprefix('files/')}/"
 
 

@@ -58,12 +58,9 @@ class Version(NamedTuple):
 
 
 class ArchiveRecords:
-    """The documents of the archive. All calls block.
+    """The documents of the archive.
 
-    Args:
-        bucket: where they are.
-        names: names and seals.
-        metrics: where handoffs are counted.
+    All calls block, and raise `HandoffStoreUnavailable` where the server fails.
     """
 
     def __init__(self, bucket: Bucket, names: Names, metrics: ArchiveMetrics) -> None:
@@ -107,7 +104,6 @@ class ArchiveRecords:
         Raises:
             NotChanged: it still is that version.
             Tampered: it is not what a gateway wrote, or of another version.
-            HandoffStoreUnavailable: the archive failed.
         """
         name = record_name(handoff)
         found = self._bucket.get(name, unless)
@@ -129,12 +125,10 @@ class ArchiveRecords:
         Its files must be there, and `need` must have been called for them.
 
         Args:
-            document: what to write.
             over: the version that it was made from; None: there was none.
 
         Raises:
             Conflict: another version is there.
-            HandoffStoreUnavailable: the archive failed.
         """
         record = document.record
         assert record is not None
@@ -145,11 +139,7 @@ class ArchiveRecords:
         return self._put(handoff, document, over, new=over is None)
 
     def need(self, record: Handoff, objects: list[str]) -> None:
-        """Note, before they are written, which files a handoff will need.
-
-        Raises:
-            HandoffStoreUnavailable: the archive failed.
-        """
+        """Note, before they are written, which files a handoff will need."""
         handoff = self._names.handoff(record.tenant, record.id)
         due = due_name(handoff, record.expires_at)
         body = Due(objects=tuple(objects)).model_dump_json().encode()
@@ -158,7 +148,7 @@ class ArchiveRecords:
             self._bucket.put(needed_name(each, handoff), b"")
 
     def bury(self, handoff: str, document: Document | None, over: str | None = None) -> None:
-        """Let a document say that its handoff is no more.
+        """Replace a document by one that says that its handoff was deleted.
 
         Args:
             handoff: what the handoff is called in the bucket.
@@ -167,7 +157,6 @@ class ArchiveRecords:
 
         Raises:
             Conflict: it has another version.
-            HandoffStoreUnavailable: the archive failed.
         """
         self._note_end(handoff, time.time() + DELETED_FOR_S, document)
         self._put(handoff, Document(record=None, deleted_at=time.time()), over, new=False)
@@ -177,9 +166,6 @@ class ArchiveRecords:
 
         Between a look at who needs a file and its deletion a gateway may begin to need it: that gateway looks
         again after it wrote its document, and writes the file once more.
-
-        Raises:
-            HandoffStoreUnavailable: the archive failed.
         """
         for each in objects:
             self._bucket.delete(needed_name(each, handoff))
@@ -187,7 +173,7 @@ class ArchiveRecords:
                 self._bucket.delete(each)
 
     def current(self, tenant: str, handoff_id: str) -> tuple[str, Version | None]:
-        """Return what a handoff is called in the bucket, and its document, which may be damaged.
+        """Return a handoff's name in the bucket, and its document, which may be damaged.
 
         Raises:
             HandoffStoreUnavailable: the archive failed, or another version of Baton wrote the document.

@@ -87,11 +87,6 @@ class ImageStore:
             make_folder(path)
 
     def save(self, record: Handoff) -> bool:
-        """Write the images that a record holds in memory, and drop them from it.
-
-        Returns:
-            Whether they were written; if not, the record still holds them.
-        """
         if self._path is None:
             return False
         try:
@@ -107,22 +102,12 @@ class ImageStore:
         return True
 
     def read(self, record: Handoff) -> list[PlacedImage]:
-        """Return a record's images, each verified against its digest.
-
-        Raises:
-            HandoffImagesLost: an image is missing or has changed.
-        """
         held = dict(record.image_data)
         for digest in {image.digest for image in record.images} - held.keys():
             held[digest] = self._read(record, digest)
         return [placed_image(image, held[image.digest]) for image in record.images]
 
     def remove(self, record: Handoff) -> None:
-        """Remove a record's images.
-
-        Raises:
-            OSError: an image could not be removed.
-        """
         if self._path is None or not record.images:
             return
         with folder(self._path) as opened:
@@ -131,16 +116,9 @@ class ImageStore:
                     os.unlink(_name(record.id, image.digest), dir_fd=opened)
 
     def size(self) -> int:
-        """Return the bytes that all images take; one that several handoffs share counts once."""
         return bytes_in(self._path) if self._path is not None else 0
 
     def sweep(self, *, wanted: Callable[[str], bool], older_than_s: float) -> None:
-        """Remove the images of handoffs that no longer exist, and temporary files of killed processes.
-
-        Args:
-            wanted: whether a handoff, by its id, still exists.
-            older_than_s: age in seconds below which an image stays.
-        """
         if self._path is None:
             return
         with folder(self._path) as opened:

@@ -26,7 +26,7 @@ import structlog
 from pydantic import ValidationError
 
 from baton.errors import SettingsError
-from baton.library.handoff import Handoff, Usage
+from baton.library.handoff import Footprint, Handoff
 from baton_kv.folders import CREATE, LOCK, folder, make_folder, open_file
 from baton_kv.stores.file import RECORDS_TOTAL
 
@@ -39,12 +39,10 @@ PURPOSE = b"baton: this gateway uses the store"
 
 
 def proof_of(secret: bytes, store_id: bytes, challenge: str) -> str:
-    """Return what only gateways over one store can compute.
+    """Answer a challenge as only gateways over one store can.
 
     Args:
-        secret: the store's secret.
         store_id: a random number that is kept in the store.
-        challenge: random digits, chosen by the gateway that asks.
     """
     parts = (PURPOSE, store_id, challenge.encode())
     message = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
@@ -97,7 +95,6 @@ class LockedFolder:
     """The records' folder while this process holds its lock.
 
     Attributes:
-        descriptor: of the folder.
         total: bytes that all records take.
     """
 
@@ -195,7 +192,7 @@ def locked(path: Path) -> Iterator[LockedFolder]:
 
 
 def stamp_of(status: os.stat_result) -> Stamp:
-    """Return what tells one version of a file from the next."""
+    """Return the stamp of a version of a file."""
     return status.st_ino, status.st_mtime_ns, status.st_size
 
 
@@ -211,9 +208,9 @@ SETTLED_AFTER_NS = 50_000_000
 """A folder that changed less long ago may change again without a new time of change, as clocks tick."""
 TRANSIENT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.EINTR, errno.EAGAIN})
 """Errors that say nothing about the file: it cannot be read now, but may be whole."""
-OtherUsage = Callable[[], list[Usage]]
+Others = Callable[[], list[Footprint]]
 """Returns the usage of all other handoffs over the store."""
-Edit = Callable[[Handoff, OtherUsage], None]
+Edit = Callable[[Handoff, Others], None]
 """Changes a record in place while no other gateway changes any."""
 
 
@@ -290,7 +287,7 @@ class Records(Protocol):
         ...
 
     def refresh(self) -> News:
-        """Return what other gateways changed since the last call."""
+        """Return the changes of other gateways since the last call."""
         ...
 
     def size(self) -> int:
@@ -333,7 +330,7 @@ class RecordFolder:
         self._path = path
         self._log = structlog.get_logger("baton.handoffs")
         self._stamps: dict[str, Stamp] = {}
-        self._usage: dict[str, Usage] = {}
+        self._usage: dict[str, Footprint] = {}
         self._seen: int | None = None
         self._news = News()
         if path is not None:
@@ -342,7 +339,6 @@ class RecordFolder:
                 held.remove_abandoned()
 
     def create(self, record: Handoff, edit: Edit) -> bool:
-        """Apply an edit to a new record and write it, as a whole or not at all; returns whether it was."""
         if self._path is None:
             edit(record, list)
             return False
@@ -356,14 +352,6 @@ class RecordFolder:
         return True
 
     def update(self, handoff_id: str, edit: Edit) -> Handoff | None:
-        """Apply an edit to a saved record and write it.
-
-        Returns:
-            The record as it is then; None: it was deleted.
-
-        Raises:
-            OSError: it could not be read or written.
-        """
         assert self._path is not None
         with locked(self._path) as held:
             record = self._read(held.descriptor, handoff_id)
@@ -373,11 +361,6 @@ class RecordFolder:
             return record
 
     def edit_unsaved(self, record: Handoff, edit: Edit) -> None:
-        """Apply an edit to a record that is in memory only.
-
-        Raises:
-            OSError: the folder cannot be used.
-        """
         if self._path is None:
             edit(record, list)
             return
@@ -393,11 +376,6 @@ class RecordFolder:
         return None
 
     def reread(self, record: Handoff) -> Handoff | None:
-        """Read a saved record again.
-
-        Returns:
-            The same object if its file did not change; None if it was deleted.
-        """
         if self._path is None:
             return record
         try:
@@ -411,7 +389,6 @@ class RecordFolder:
             return record
 
     def exists(self, handoff_id: str) -> bool:
-        """Return whether a record exists, even one that only another version can read."""
         if self._path is None:
             return False
         return os.path.lexists(self._path / (handoff_id + SUFFIX))
@@ -435,31 +412,17 @@ class RecordFolder:
             return News()
 
     def size(self) -> int:
-        """Return the bytes that all records take."""
         if self._path is None:
             return 0
         with locked(self._path) as held:
             return held.total
 
     def remove(self, record: Handoff) -> None:
-        """Remove a record.
-
-        Raises:
-            OSError: it could not be removed.
-        """
         if self._path is not None:
             with locked(self._path) as held:
                 self._remove(held, record.id)
 
     def remove_expired(self, record: Handoff) -> Handoff | None:
-        """Remove an expired record, unless another gateway has extended its lifetime.
-
-        Returns:
-            The extended record; None: it was removed.
-
-        Raises:
-            OSError: it could not be removed.
-        """
         if self._path is None:
             return None
         with locked(self._path) as held:
@@ -469,7 +432,7 @@ class RecordFolder:
             self._remove(held, record.id)
         return None
 
-    def _others(self, held: LockedFolder, handoff_id: str) -> list[Usage]:
+    def _others(self, held: LockedFolder, handoff_id: str) -> list[Footprint]:
         """Return the usage of all other handoffs over the store."""
         self._refresh(held)
         return [usage for found, usage in self._usage.items() if found != handoff_id]
@@ -493,7 +456,7 @@ class RecordFolder:
                 continue
             self._stamps[each] = found[each]
             if record is not None:
-                self._usage[each] = record.usage
+                self._usage[each] = record.footprint
                 self._news.changed.append(record)
         self._seen = changed_at if settled else None
 
@@ -506,7 +469,7 @@ class RecordFolder:
         data = record.model_dump_json(by_alias=True).encode()
         stamp = held.write(record.id, data)
         record.stamp, record.disk_bytes = stamp, len(data)
-        self._stamps[record.id], self._usage[record.id] = stamp, record.usage
+        self._stamps[record.id], self._usage[record.id] = stamp, record.footprint
 
     def _remove(self, held: LockedFolder, handoff_id: str) -> None:
         held.remove(handoff_id)

@@ -27,8 +27,9 @@ from valkey.exceptions import TimeoutError as ValkeyTimeoutError
 from valkey.retry import Retry
 from valkey.sentinel import Sentinel
 
+from baton.admission.breaker import REST_S, Breaker
 from baton.errors import HandoffStoreUnavailable, SettingsError
-from baton.library.shared.scripts import CHECK, READ_FIELDS
+from baton.library.valkey.scripts import CHECK, READ_FIELDS
 from baton.telemetry.metrics import SharedStoreMetrics
 
 # Make the client of the shared store: one server, a cluster, or a primary that Sentinel names.
@@ -41,7 +42,7 @@ Client = Any
 
 
 @dataclass(frozen=True)
-class SharedAddress:
+class ValkeyAddress:
     """Where the shared store is, and how it is asked.
 
     Attributes:
@@ -62,7 +63,7 @@ class SharedAddress:
     ca_file: str | None = None
 
 
-def open_client(address: SharedAddress) -> Client:
+def open_client(address: ValkeyAddress) -> Client:
     """Return a client for an address. A cluster is asked for its nodes at once, others at the first exchange.
 
     Raises:
@@ -100,7 +101,7 @@ def _checked(url: str, scheme: str) -> str:
     return urlunsplit(parts._replace(scheme=scheme))
 
 
-def _named_by_sentinel(address: SharedAddress, *, tls: bool) -> Client:
+def _named_by_sentinel(address: ValkeyAddress, *, tls: bool) -> Client:
     """Return a client of the primary that Sentinel names; the sentinels are asked without a password.
 
     Raises:
@@ -136,7 +137,7 @@ def _host_and_port(text: str) -> tuple[str, int]:
     return parts.hostname, parts.port or SENTINEL_PORT
 
 
-def _options(address: SharedAddress) -> dict[str, Any]:
+def _options(address: ValkeyAddress) -> dict[str, Any]:
     options: dict[str, Any] = {
         "protocol": 2,
         "socket_timeout": address.timeout_s,
@@ -148,9 +149,6 @@ def _options(address: SharedAddress) -> dict[str, Any]:
     return options
 
 
-FAILURES = 3
-"""After so many failures in a row the store is left alone for a while."""
-REST_S = 5.0
 CHECK_EVERY_S = 60.0
 """So often the secret and the clock are compared again: a clock may be set while the gateway runs."""
 SKEW_S = 1.0
@@ -176,21 +174,19 @@ class ServerMemory:
     policy: str
 
 
-class SharedConnection:
+class ValkeyConnection:
     """A connection pool to the shared store, safe to use from several threads.
 
     The first exchange, the first after a failure, and one a minute compares the secret with that of the other
     gateways, and the clocks.
 
     Args:
-        address: where the store is.
-        metrics: where exchanges are counted.
         clock: monotonic seconds.
     """
 
     def __init__(
         self,
-        address: SharedAddress,
+        address: ValkeyAddress,
         metrics: SharedStoreMetrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -203,10 +199,8 @@ class SharedConnection:
         self._address = address
         self._opened: Client | None = None
         self._scripts: dict[str, Any] = {}
-        self._lock = threading.Lock()
         self._opening = threading.Lock()
-        self._failures = 0
-        self._resting_until = 0.0
+        self.breaker = Breaker(clock=clock)
         self._checked = False
         self._check_at = 0.0
         self._ahead_s = 0.0
@@ -254,7 +248,9 @@ class SharedConnection:
             HandoffStoreUnavailable: the store failed, did not answer in time, is left alone after failures,
                 or belongs to gateways with another secret.
         """
-        self._require_rested()
+        if self.breaker.resting():
+            self._metrics.not_used("resting")
+            raise HandoffStoreUnavailable(retry_after_s=round(REST_S))
         began = self._clock()
         try:
             if not self._checked or self._clock() >= self._check_at:
@@ -263,8 +259,7 @@ class SharedConnection:
         except FAILURE_TYPES as error:
             raise self._failed(operation, error) from None
         self._metrics.count(operation, self._clock() - began)
-        with self._lock:
-            self._failures = 0
+        self.breaker.succeeded()
         return answer
 
     def batch(self, operation: str, fill: Callable[[Client], object]) -> list[Any]:
@@ -272,7 +267,6 @@ class SharedConnection:
 
         Args:
             operation: name of the exchange in the metrics.
-            fill: adds the commands.
         """
 
         def work(client: Client) -> list[Any]:
@@ -319,7 +313,7 @@ class SharedConnection:
             raise SettingsError(f"handoffs.shared: {error.message}") from None
 
     def memory(self) -> list[ServerMemory]:
-        """Return what each server of the store may take; see `ask`."""
+        """Return the memory limit of each server of the store; see `ask`."""
         found = self.ask(
             "look", lambda client: client.execute_command("INFO", "memory", **_all_nodes(client))
         )
@@ -331,24 +325,13 @@ class SharedConnection:
         if self._opened is not None:
             self._opened.close()
 
-    def _require_rested(self) -> None:
-        with self._lock:
-            if self._clock() < self._resting_until:
-                self._metrics.not_used("resting")
-                raise HandoffStoreUnavailable(retry_after_s=round(REST_S))
-            if self._failures >= FAILURES:  # this exchange is the probe; others wait for how it ends
-                self._resting_until = self._clock() + REST_S
-
     def _failed(self, operation: str, error: Exception) -> HandoffStoreUnavailable:
         if isinstance(error, OutOfMemoryError):
             self._metrics.failed("full")
             return HandoffStoreUnavailable("The shared store of handoffs is at the limit of its memory.")
         self._metrics.failed("timeout" if isinstance(error, TIMEOUTS) else "error")
-        with self._lock:
-            self._failures += 1
-            self._checked = False
-            if self._failures >= FAILURES:
-                self._resting_until = self._clock() + REST_S
+        self._checked = False
+        self.breaker.failed()
         self._log.warning("shared_store_failed", operation=operation, reason=type(error).__name__)
         return HandoffStoreUnavailable(retry_after_s=round(REST_S))
 
@@ -375,9 +358,8 @@ class SharedConnection:
             raise HandoffStoreUnavailable(f"the store is version {version}; {LEAST_VERSION}.0 is the least")
         ahead = int(seconds) + int(micros) / 1e6 - time.time()
         self._ahead_s = ahead if abs(ahead) > SKEW_S else 0.0
-        with self._lock:
-            self._checked, self._failures, self._resting_until = True, 0, 0.0
-            self._check_at = self._clock() + CHECK_EVERY_S
+        self.breaker.succeeded()
+        self._checked, self._check_at = True, self._clock() + CHECK_EVERY_S
         return str(version)
 
     def _client(self) -> Client:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -19,115 +20,16 @@ from baton.library.archive.bucket import UNAVAILABLE, Bucket, BucketAddress, Con
 from baton.library.archive.copies import Archive, ArchiveFiles, Damaged, Pace, placed
 from baton.library.archive.documents import PROOF, Document, Names, Tampered
 from baton.library.archive.records import ArchiveRecords, Version
-from baton.library.handoff import Handoff
-from baton.library.here.records import Edit, News, OtherUsage, pool_secret
-from baton.library.tiers import PINNED_SHARE, HandoffStorage
+from baton.library.handoff import PINNED_SHARE, SAVERS, Handoff
+from baton.library.here.records import Edit, Others, pool_secret
+from baton.library.tiers import Here
 from baton.telemetry.metrics import ArchiveMetrics, AuditResult
 from baton_kv.folders import install_secret
 from baton_kv.stores.base import StoreError
 
-# Hand everything on to another storage, so that one over it says only what it does differently.
-
-
-@dataclass(frozen=True)
-class StorageOver(HandoffStorage):
-    """A `HandoffStorage` that does what another one does.
-
-    Attributes:
-        inner: the other one.
-    """
-
-    inner: HandoffStorage
-
-    @property
-    def shared(self) -> bool:
-        return self.inner.shared
-
-    def proof(self, challenge: str) -> str | None:
-        return self.inner.proof(challenge)
-
-    def close(self) -> None:
-        self.inner.close()
-
-    def announce(self, record: Handoff) -> None:
-        self.inner.announce(record)
-
-    def keep_pending(self, ids: Sequence[str]) -> list[str]:
-        return self.inner.keep_pending(ids)
-
-    def share(self, record: Handoff) -> bool:
-        return self.inner.share(record)
-
-    def is_here(self, record: Handoff) -> bool:
-        return self.inner.is_here(record)
-
-    def drop_copy(self, record: Handoff) -> None:
-        self.inner.drop_copy(record)
-
-    def fetch(self, record: Handoff, within_s: float) -> int:
-        return self.inner.fetch(record, within_s)
-
-    def source_of(self, record: Handoff) -> str:
-        return self.inner.source_of(record)
-
-    def stored_bytes(self, records: Sequence[Handoff]) -> list[int]:
-        return self.inner.stored_bytes(records)
-
-    def find(self, handoff_id: str, tenant: str) -> Handoff | None:
-        return self.inner.find(handoff_id, tenant)
-
-    def reread(self, record: Handoff) -> Handoff | None:
-        return self.inner.reread(record)
-
-    def refresh(self) -> News:
-        return self.inner.refresh()
-
-    def create(self, record: Handoff, edit: Edit) -> bool:
-        return self.inner.create(record, edit)
-
-    def change(self, record: Handoff, edit: Edit) -> Handoff | None:
-        return self.inner.change(record, edit)
-
-    def kv_bytes(self, record: Handoff) -> int:
-        return self.inner.kv_bytes(record)
-
-    def pinned_kv(self, record: Handoff) -> dict[str, int]:
-        return self.inner.pinned_kv(record)
-
-    def all_bytes(self) -> int:
-        return self.inner.all_bytes()
-
-    def pin(self, record: Handoff, pin: bool) -> bool:
-        return self.inner.pin(record, pin)
-
-    def read_images(self, record: Handoff) -> list[PlacedImage]:
-        return self.inner.read_images(record)
-
-    def non_kv_bytes(self) -> int:
-        return self.inner.non_kv_bytes()
-
-    def save_images(self, record: Handoff) -> None:
-        self.inner.save_images(record)
-
-    def quarantine(self, record: Handoff) -> None:
-        self.inner.quarantine(record)
-
-    def remove(self, record: Handoff) -> None:
-        self.inner.remove(record)
-
-    def delete(self, record: Handoff) -> None:
-        self.inner.delete(record)
-
-    def remove_expired(self, record: Handoff) -> Handoff | None:
-        return self.inner.remove_expired(record)
-
-    def sweep_orphans(self) -> None:
-        self.inner.sweep_orphans()
-
-
-# Put the archive behind a machine's storage: the last place where a handoff is looked for.
+# Put the archive behind a machine's tier: the last place where a handoff is looked for.
 #
-# With a shared store that one says what a handoff's label, pin and lifetime are, and the archive follows in
+# With a pool, that one says what a handoff's label, pin and lifetime are, and the archive follows in
 # the background. Without one the archive does: a change is made there first, and other machines see it some
 # seconds later.
 
@@ -135,7 +37,6 @@ class StorageOver(HandoffStorage):
 LOOK_AGAIN_S = 5.0
 """Without a shared store, what other machines change in the archive is seen after so long, at most."""
 MAX_SEEN = 10_000
-CHANGING = ("label", "pin", "ttl_s", "expires_at", "audit")
 
 log = structlog.get_logger("baton.handoffs")
 
@@ -156,7 +57,7 @@ class Seen:
                 self._versions.popitem(last=False)
 
     def forget(self, handoff_id: str) -> None:
-        """Let the next look at a handoff read its document."""
+        """Forget the version of a handoff's document, so that the next look reads it."""
         with self._lock:
             self._versions.pop(handoff_id, None)
 
@@ -178,45 +79,46 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class ArchivedStorage(StorageOver):
-    """A `HandoffStorage` whose pinned and long-lived handoffs outlive it.
+class Archived:
+    """The `Tier` behind this machine's, in which pinned and long-lived handoffs outlive it.
 
     Attributes:
-        archive: the archive.
         archiver: writes to it in the background.
         pinned_most: bytes of KV that may be pinned on this machine; the archive has what is fetched above it.
         seen: what is known of its handoffs.
     """
 
+    here: Here
     archive: Archive
     archiver: Archiver
     pinned_most: int
     seen: Seen = field(default_factory=Seen)
 
     @property
-    def remote(self) -> bool:
-        return True
+    def leads(self) -> bool:
+        """Whether archived handoffs are changed in the archive first: no pool says what they are."""
+        return self.here.pool is None
 
     def close(self) -> None:
         self.archiver.close()
-        self.inner.close()
+        self.here.close()
 
-    def begin_archiving(self, records: Sequence[Handoff]) -> None:
+    def begin(self, records: Sequence[Handoff]) -> None:
         for record in records:
             if not record.archived and self.archiver.wants(record):
                 self.archiver.write_later(record)
 
     def create(self, record: Handoff, edit: Edit) -> bool:
-        saved = self.inner.create(record, edit)
+        saved = self.here.create(record, edit)
         if saved and self.archiver.wants(record):
             self.archiver.write_later(record)
         return saved
 
     def change(self, record: Handoff, edit: Edit) -> Handoff | None:
         with self.archiver.guard(record.id):
-            there = record.archived and not self.inner.shared
-            changed = None if there else self.inner.change(record, edit)
-        if there or (changed is not None and changed.archived and not self.inner.shared):
+            there = record.archived and self.leads
+            changed = None if there else self.here.change(record, edit)
+        if there or (changed is not None and changed.archived and self.leads):
             return self._change_archived(record, edit)
         if changed is not None and changed.on_disk and (changed.archived or self.archiver.wants(changed)):
             self.archiver.write_later(record)
@@ -226,11 +128,11 @@ class ArchivedStorage(StorageOver):
         """Change the archive's record, and this machine's to what is then there."""
 
         def over(there: Handoff) -> Handoff | None:
-            def merged(mine: Handoff, others: OtherUsage) -> None:
+            def merged(mine: Handoff, others: Others) -> None:
                 _take_over(mine, there)
                 edit(mine, others)
 
-            return self.inner.change(record, merged) or self._change_evicted(record, there, merged)
+            return self.here.change(record, merged) or self._change_evicted(record, there, merged)
 
         try:
             changed = self.archive.change(record, over)
@@ -241,7 +143,7 @@ class ArchivedStorage(StorageOver):
             self.seen.forget(record.id)  # this machine's record is set to the archive's with the next look
             raise
         if changed is None:
-            self.inner.remove(record)
+            self.here.remove(record)
         else:
             self.archiver.write_later(record)  # its KV may have been saved since
         return changed
@@ -250,35 +152,32 @@ class ArchivedStorage(StorageOver):
         """Write the archive's record here again, which this machine has just evicted, and change it."""
         again = there.model_copy(update={"revision": max(there.revision, record.revision)})
         again.prepare()
-        again.on_disk = self.inner.create(again, _as_it_is)
-        if (changed := self.inner.change(again, edit)) is None:
+        again.on_disk = self.here.create(again, _as_it_is)
+        if (changed := self.here.change(again, edit)) is None:
             raise HandoffStoreUnavailable(UNAVAILABLE)  # evicted again: the client may try once more
         return changed
 
     def find(self, handoff_id: str, tenant: str) -> Handoff | None:
+        failed: HandoffStoreUnavailable | None = None
         try:
-            found = self.inner.find(handoff_id, tenant)
-        except HandoffStoreUnavailable:
-            if (there := self.archive.records.look_up(handoff_id, tenant)) is None:
-                raise
+            if (found := self.here.find(handoff_id, tenant)) is not None:
+                return found
+        except HandoffStoreUnavailable as error:
+            failed = error
+        if (there := self.archive.records.look_up(handoff_id, tenant)) is not None:
             return self._restored(there)
-        if found is not None:
-            return found
-        there = self.archive.records.look_up(handoff_id, tenant)
-        return self._restored(there) if there is not None else None
+        if failed is not None:
+            raise failed
+        return None
 
     def _restored(self, there: Version) -> Handoff | None:
-        """Write a record of the archive to this machine, or to the shared store; None: it was deleted now.
-
-        Raises:
-            HandoffStoreUnavailable: the archive failed.
-        """
+        """Write a record of the archive to this machine, or to the shared store; None: it was deleted now."""
         record = there.document.record
         assert record is not None
         record.archived = True
         record.prepare()
         self.seen.note(record.id, there.tag)
-        record.on_disk = self.inner.create(record, _as_it_is)
+        record.on_disk = self.here.create(record, _as_it_is)
         self.archive.metrics.handoff("found")
         try:
             now = self.archive.records.read(self._name(record), unless=there.tag)
@@ -287,23 +186,23 @@ class ArchivedStorage(StorageOver):
         except Tampered:
             now = None
         except HandoffStoreUnavailable:
-            self.inner.remove(record)  # nobody knows whether it was deleted meanwhile
+            self.here.remove(record)  # nobody knows whether it was deleted meanwhile
             raise
         if now is not None and now.document.record is not None:
             return record  # changed meanwhile: that is seen with the next look
-        self.inner.remove(record)
+        self.here.remove(record)
         return None
 
     def reread(self, record: Handoff) -> Handoff | None:
         if record.archived and not record.on_disk:  # this machine had no room for it
             return self._up_to_date(record)
-        found = self.inner.reread(record)
+        found = self.here.reread(record)
         if not (found or record).archived:
             return found
         if found is None:  # evicted here, or by the shared store; or deleted
             there = self.archive.records.look_up(record.id, record.tenant)
             return self._restored(there) if there is not None else None
-        return found if self.inner.shared else self._up_to_date(found)
+        return self._up_to_date(found) if self.leads else found
 
     def _up_to_date(self, record: Handoff) -> Handoff | None:
         """Return a record with what other machines changed in the archive; None: it was deleted there."""
@@ -319,41 +218,38 @@ class ArchivedStorage(StorageOver):
         except (Tampered, HandoffStoreUnavailable):  # it cannot be read now, but may exist
             return record
         if there is None or there.document.record is None:
-            self.inner.remove(record)
+            self.here.remove(record)
             return None
         told = there.document.record
         self.seen.note(record.id, there.tag)
         pinned = record.pin
-        changed = self.inner.change(record, lambda mine, _others: _take_over(mine, told))
-        if self.is_here(record):
+        changed = self.here.change(record, lambda mine, _others: _take_over(mine, told))
+        if self.here.is_here(record):
             if _is_wrong(told):
-                self.inner.quarantine(record)
+                self.here.quarantine(record)
             elif told.pin != pinned:
                 self._pin(record, told.pin)
         return changed if changed is not None else self._restored(there)  # it was evicted here meanwhile
 
     def source_of(self, record: Handoff) -> str:
-        if self.inner.shared and any(self.inner.stored_bytes([record])):
+        if not self.leads and any(self.here.sizes([record])):
             return "shared"
         return "archive"
-
-    def is_here(self, record: Handoff) -> bool:
-        return self.store.exists(record.key)
 
     def fetch(self, record: Handoff, within_s: float) -> int:
         began, failed = time.monotonic(), None
         try:
-            size = self.inner.fetch(record, within_s)
+            size = self.here.fetch(record, within_s)
         except (StoreError, HandoffStoreUnavailable) as error:
             size, failed = 0, error
-        if size or self.is_here(record):
+        if size or self.here.is_here(record):
             return size
         if not record.archived or (document := self._document(record)) is None or not document.files:
             if failed is not None:
                 raise failed
             return 0
         try:
-            size = self.archive.fetch(self.store, document.files, within_s - (time.monotonic() - began))
+            size = self.archive.fetch(self.here.store, document.files, within_s - (time.monotonic() - began))
         except Damaged:
             self.seen.note_damaged(record.id)
             raise
@@ -362,23 +258,23 @@ class ArchivedStorage(StorageOver):
 
     def _settle(self, record: Handoff) -> None:
         """Pin KV that was fetched from the archive, and let the shared store have it again."""
-        if self.inner.shared:
-            self.archiver.begin(f"share {record.id}", lambda: self.inner.share(record) or True)
+        if not self.leads:
+            self.archiver.begin(f"share {record.id}", partial(_once, self.here.share, record))
         if record.pin:
             self._pin(record, True)
 
     def _pin(self, record: Handoff, pin: bool) -> None:
         """Pin KV of this machine as the record says and there is room, or unpin it."""
-        if pin and not self.inner.shared and sum(self.inner.pinned_kv(record).values()) > self.pinned_most:
+        if pin and self.leads and sum(self.here.pinned_kv(record).values()) > self.pinned_most:
             log.info("handoff_not_pinned", handoff=record.id, reason="as much is pinned as may be")
             return
         try:
-            self.inner.pin(record, pin)
+            self.here.pin(record, pin)
         except (HandoffPinsFull, HandoffStoreUnavailable) as error:
             log.warning("handoff_not_pinned", handoff=record.id, reason=error.message)
 
-    def stored_bytes(self, records: Sequence[Handoff]) -> list[int]:
-        found = self.inner.stored_bytes(records)
+    def sizes(self, records: Sequence[Handoff]) -> list[int]:
+        found = self.here.sizes(records)
         return [
             size or (record.bytes if record.archived and not self.seen.is_damaged(record.id) else 0)
             for record, size in zip(records, found, strict=True)
@@ -386,7 +282,7 @@ class ArchivedStorage(StorageOver):
 
     def read_images(self, record: Handoff) -> list[PlacedImage]:
         try:
-            return self.inner.read_images(record)
+            return self.here.read_images(record)
         except HandoffImagesLost:
             document = self._document(record) if record.archived else None
             if document is None or not document.images:
@@ -399,11 +295,11 @@ class ArchivedStorage(StorageOver):
         images = placed(record, found)
         copy = Handoff.model_validate(record.model_dump())
         copy.image_data.update(found)
-        self.inner.save_images(copy)
+        self.here.save_images(copy)
         return images
 
     def quarantine(self, record: Handoff) -> None:
-        self.inner.quarantine(record)
+        self.here.quarantine(record)
         self.seen.note_damaged(record.id)
         if record.archived or self.archiver.is_waiting(record.id):
             self.archiver.take_kv_out_later(record)
@@ -411,27 +307,23 @@ class ArchivedStorage(StorageOver):
     def delete(self, record: Handoff) -> None:
         concerned = record.archived or self.archiver.wants(record) or self.archiver.is_waiting(record.id)
         if not concerned or record.automatic:
-            self.inner.delete(record)
+            self.here.delete(record)
             return
         handoff, objects = self.archive.delete(record)
-        self.inner.delete(record)
-
-        def release() -> bool:
-            self.archive.records.release(handoff, objects)
-            return True
-
+        self.here.delete(record)
+        release = partial(_once, self.archive.records.release, handoff, objects)
         self.archiver.begin(record.id, release)  # in the place of a write that waits
 
     def remove_expired(self, record: Handoff) -> Handoff | None:
-        if record.archived and not self.inner.shared:
+        if record.archived and self.leads:
             try:
                 there = self.archive.records.look_up(record.id, record.tenant)
             except HandoffStoreUnavailable:
                 there = None
             told = there.document.record if there is not None else None
             if told is not None and told.expires_at > record.expires_at:
-                return self.inner.change(record, lambda mine, _others: _take_over(mine, told))
-        return self.inner.remove_expired(record)
+                return self.here.change(record, lambda mine, _others: _take_over(mine, told))
+        return self.here.remove_expired(record)
 
     def _document(self, record: Handoff) -> Document | None:
         """Return the archive's document of a handoff, unless it was deleted or tampered with."""
@@ -444,8 +336,7 @@ class ArchivedStorage(StorageOver):
 
 def _take_over(mine: Handoff, there: Handoff) -> None:
     """Set what may change of a record to what it is in the archive."""
-    for name in CHANGING:
-        setattr(mine, name, getattr(there, name))
+    mine.take(there, but={*SAVERS, "revision"})  # this machine's KV and file are its own
     if _is_wrong(there):
         mine.bytes = 0
     mine.archived = True
@@ -456,20 +347,18 @@ def _is_wrong(record: Handoff) -> bool:
     return record.audit is not None and record.audit.result is AuditResult.MISMATCH
 
 
-def _as_it_is(_record: Handoff, _others: OtherUsage) -> None:
+def _once(work: Callable[..., object], *args: object) -> bool:
+    """Do a job of the archiver that is not done again."""
+    work(*args)
+    return True
+
+
+def _as_it_is(_record: Handoff, _others: Others) -> None:
     """Change nothing."""
 
 
-def open_archived(
-    settings: HandoffSettings, inner: HandoffStorage, folder: Path, metrics: ArchiveMetrics
-) -> ArchivedStorage:
-    """Return a storage whose pinned and long-lived handoffs are archived.
-
-    Args:
-        settings: with the address of the archive.
-        inner: the storage of this machine, and perhaps of the shared store.
-        folder: the folder of this machine's store.
-        metrics: where requests are counted.
+def open_archived(settings: HandoffSettings, here: Here, folder: Path, metrics: ArchiveMetrics) -> Archived:
+    """Open the archive of the settings behind a machine's tier.
 
     Raises:
         SettingsError: a file is missing, the local store has another secret, or the archive refuses this
@@ -480,9 +369,9 @@ def open_archived(
         install_secret(folder, _secret(settings))
     except (OSError, ValueError) as error:
         raise SettingsError(f"handoffs.store: {error}") from None
-    archiver = Archiver(archive, inner, settings.archive_after_s)
+    archiver = Archiver(archive, here, settings.archive_after_s)
     most = int(PINNED_SHARE * settings.whole_budget)
-    return ArchivedStorage(inner.store, inner.records, inner.images, inner, archive, archiver, most)
+    return Archived(here, archive, archiver, most)
 
 
 def archive_of(settings: HandoffSettings, metrics: ArchiveMetrics) -> Archive:

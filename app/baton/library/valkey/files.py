@@ -19,9 +19,9 @@ from functools import partial
 from typing import Any
 
 from baton.errors import HandoffStoreUnavailable
-from baton.library.shared.connection import Client, SharedConnection, number
-from baton.library.shared.scripts import BEFORE_OTHERS_US, BEGIN_FILE, DROP, PIN, PLACE_FILE, RESERVE
-from baton.library.tiers import FetchCutOff
+from baton.library.here.entries import Deadline, FetchCutOff
+from baton.library.valkey.connection import Client, ValkeyConnection, number
+from baton.library.valkey.scripts import BEFORE_OTHERS_US, BEGIN_FILE, DROP, PIN, PLACE_FILE, RESERVE
 from baton.telemetry.metrics import SharedStoreMetrics
 from baton_kv.stores.base import MAX_SHARED, EntryMissing, StoreError, StoreFull
 
@@ -43,12 +43,11 @@ ReadInto = Callable[[int, memoryview], int]
 
 
 @dataclass(frozen=True)
-class SharedFile:
+class ValkeyFile:
     """A file that an entry needs.
 
     Attributes:
         name: name of the file: the key of the entry whose own it is.
-        size: in bytes.
         read_into: reads it on this machine.
     """
 
@@ -74,15 +73,13 @@ class Room:
     automatic: bool = False
 
 
-class PoolFiles:
-    """Writes, reads and removes files of the shared store. All calls block.
+class ValkeyFiles:
+    """Writes, reads and removes files of the shared store.
 
-    Args:
-        connection: to the store.
-        metrics: where bytes are counted.
+    All calls block, and raise `HandoffStoreUnavailable` where the server fails.
     """
 
-    def __init__(self, connection: SharedConnection, metrics: SharedStoreMetrics) -> None:
+    def __init__(self, connection: ValkeyConnection, metrics: SharedStoreMetrics) -> None:
         self._connection = connection
         self._metrics = metrics
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="shared-store")
@@ -91,17 +88,14 @@ class PoolFiles:
         """Begin no more exchanges of files; those under way end by their deadlines."""
         self._threads.shutdown(wait=False)
 
-    def push(self, entry: str, files: Sequence[SharedFile], room: Room) -> None:
+    def push(self, entry: str, files: Sequence[ValkeyFile], room: Room) -> None:
         """Write an entry's files, as a whole or not at all. Files that are there already are not written.
 
         Args:
-            entry: key of the entry.
             files: its files, its own last.
-            room: what it may take.
 
         Raises:
             StoreFull: it does not fit, or was evicted before it was complete.
-            HandoffStoreUnavailable: the store failed.
             StoreError: a file could not be read.
         """
         sizes = [part for file in files for part in (file.name, file.size)]
@@ -123,7 +117,6 @@ class PoolFiles:
         """Return the names of the files that an entry needs, its own last; empty: there is no such entry.
 
         Raises:
-            HandoffStoreUnavailable: the store failed.
             StoreError: they are no names of files of one tenant.
         """
         (names,) = self._names([entry])
@@ -138,11 +131,7 @@ class PoolFiles:
         return [(line or b"").decode(errors="replace").split() for line in lines]
 
     def sizes(self, entries: Sequence[str]) -> list[int]:
-        """Return the bytes of the files that each entry needs; 0: there is no such entry.
-
-        Raises:
-            HandoffStoreUnavailable: the store failed.
-        """
+        """Return the bytes of the files that each entry needs; 0: there is no such entry."""
         if not entries:
             return []
         size_key, names = self._connection.own_key("size"), self._names(entries)
@@ -153,19 +142,17 @@ class PoolFiles:
         bytes_of = dict(zip(wanted, found, strict=True))
         return [sum(number(bytes_of[name]) for name in each) for each in names]
 
-    def chunks(self, name: str, until: float, most: int) -> tuple[int, Generator[bytes]]:
+    def chunks(self, name: str, deadline: Deadline, most: int) -> tuple[int, Generator[bytes]]:
         """Return the size of a file, and an iterator over its chunks.
 
         Args:
-            name: name of the file.
-            until: monotonic time by which all must have been read.
+            deadline: by then all must have been read.
             most: bytes that it may have.
 
         Raises:
             EntryMissing: there is no such file.
             StoreError: what is there is not a file, or is larger.
             FetchCutOff: by the iterator: it took too long.
-            HandoffStoreUnavailable: the store failed.
         """
         key = self._connection.file_key(name)
         told = self._connection.fields("look", key, MAX_NUMBER_BYTES, ["n", "c"])
@@ -182,13 +169,12 @@ class PoolFiles:
         )
         if max(lengths) > chunk:
             raise StoreError("a chunk in the shared store is too long")
-        return size, self._read(name, size, chunk, until)
+        return size, self._read(name, size, chunk, deadline)
 
     def touch(self, entry: str, *, automatic: bool) -> None:
         """Mark an entry as used now.
 
         Args:
-            entry: key of the entry.
             automatic: whether it is evicted before others all the same.
         """
         key = self._connection.own_key(f"use:{entry.partition('/')[0]}")
@@ -200,24 +186,15 @@ class PoolFiles:
         """Protect an entry from eviction, or no longer.
 
         Args:
-            entry: key of the entry.
-            pinned: whether to protect it.
             most: bytes that may be protected in all; a tenant may protect its share of them.
 
         Returns:
             1: done; 0: too much would be protected; -1: there is no such entry.
-
-        Raises:
-            HandoffStoreUnavailable: the store failed.
         """
         return int(self._connection.run("pin", PIN, [entry, int(pinned), most]))
 
     def drop(self, entries: Sequence[str]) -> None:
-        """Remove entries, and the files that no other one needs.
-
-        Raises:
-            HandoffStoreUnavailable: the store failed.
-        """
+        """Remove entries, and the files that no other one needs."""
         self.unlink(self._connection.run("drop", DROP, list(entries))[1:])
 
     def unlink(self, names: Sequence[bytes]) -> None:
@@ -234,11 +211,7 @@ class PoolFiles:
             self._connection.batch("unlink", fill)
 
     def extend(self, names: Sequence[bytes], lifetime_ms: int) -> None:
-        """Let files live on, at least so long.
-
-        Raises:
-            HandoffStoreUnavailable: the store failed.
-        """
+        """Extend the life of files to so long, at least."""
         keys = [self._connection.file_key(name.decode(errors="replace")) for name in names]
 
         def fill(pipe: Client) -> None:
@@ -249,11 +222,7 @@ class PoolFiles:
             self._connection.batch("extend", fill)
 
     def total(self) -> int:
-        """Return the bytes of all files and records that are counted.
-
-        Raises:
-            HandoffStoreUnavailable: the store failed.
-        """
+        """Return the bytes of all files and records that are counted."""
         key = self._connection.own_key("held")
         return sum(map(number, self._connection.ask("look", lambda client: client.hvals(key))))
 
@@ -267,16 +236,14 @@ class PoolFiles:
         if answer[0] != 1:
             raise StoreFull("the shared store is full")
 
-    def write(self, file: SharedFile, lifetime_ms: int, until: float) -> None:
+    def write(self, file: ValkeyFile, lifetime_ms: int, until: float) -> None:
         """Write one file, if it is not there; nobody counts it or looks for room.
 
         Args:
-            file: the file.
             lifetime_ms: milliseconds that it lives.
             until: monotonic time by which it must be written.
 
         Raises:
-            HandoffStoreUnavailable: the store failed.
             StoreError: the file could not be read, or took too long.
         """
         connection, key = self._connection, self._connection.file_key(file.name)
@@ -298,7 +265,7 @@ class PoolFiles:
             raise StoreError(f"a part of {file.name} expired while it was written")
         self._metrics.moved("push", file.size)
 
-    def _write_chunks(self, aside: str, file: SharedFile, until: float) -> None:
+    def _write_chunks(self, aside: str, file: ValkeyFile, until: float) -> None:
         """Write a file's chunks; while some are on their way, the next ones are read."""
         head = [file.size, CHUNK_BYTES, WRITING_MS]
         self._connection.ask("push", lambda client: client.eval(BEGIN_FILE, 1, aside, *head))
@@ -308,7 +275,7 @@ class PoolFiles:
                 if len(sent) == BATCHES:
                     sent.popleft().result()
                 if time.monotonic() > until:
-                    raise StoreError("pushing to the shared store took too long")
+                    raise StoreError(f"pushing to the shared store took longer than {PUSH_WITHIN_S:g} s")
                 data = memoryview(bytearray(min(CHUNK_BYTES * CHUNKS_AT_ONCE, file.size - start)))
                 if file.read_into(start, data) != len(data):
                     raise StoreError(f"{file.name} ends too early")
@@ -330,7 +297,7 @@ class PoolFiles:
         except RuntimeError:  # closed
             raise HandoffStoreUnavailable() from None
 
-    def _require_counted(self, files: Sequence[SharedFile]) -> None:
+    def _require_counted(self, files: Sequence[ValkeyFile]) -> None:
         """Remove files again that were evicted while they were written.
 
         Who evicts removes the row of the index first and the bytes then, so one of the two sees it.
@@ -343,13 +310,13 @@ class PoolFiles:
             self.unlink(lost)
             raise StoreFull("the shared store is full")
 
-    def _read(self, name: str, size: int, chunk: int, until: float) -> Generator[bytes]:
+    def _read(self, name: str, size: int, chunk: int, deadline: Deadline) -> Generator[bytes]:
         """Yield a file's chunks; while the caller has one, the next is fetched."""
         key, count = self._connection.file_key(name), -(-size // chunk)
         coming: deque[Future[Any]] = deque()
         for index in range(count):
-            if time.monotonic() > until:
-                raise FetchCutOff("fetching from the shared store took too long", index * chunk)
+            if not deadline.left_s:
+                raise FetchCutOff(deadline, index * chunk)
             for ahead in range(index + len(coming), min(index + BATCHES, count)):
                 get = partial(_get, key, str(ahead))
                 coming.append(self._begin(self._connection.ask, "fetch", get))

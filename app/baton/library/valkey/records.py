@@ -17,12 +17,13 @@ from pydantic import ValidationError
 
 from baton.errors import HandoffImagesLost, HandoffStoreUnavailable
 from baton.images.placed_image import PlacedImage
-from baton.library.handoff import Handoff, Usage
+from baton.library.handoff import UNSAVED, Footprint, Handoff, Lease
+from baton.library.here.entries import Deadline, bytes_into
 from baton.library.here.images import placed_image
 from baton.library.here.records import ID, MAX_RECORD_BYTES, Edit, News, RecordDeleted
-from baton.library.shared.connection import SharedConnection, number
-from baton.library.shared.files import PoolFiles, Room, SharedFile
-from baton.library.shared.scripts import (
+from baton.library.valkey.connection import ValkeyConnection, number
+from baton.library.valkey.files import Room, ValkeyFile, ValkeyFiles
+from baton.library.valkey.scripts import (
     CHANGE_RECORD,
     KEEP_PENDING,
     NEWS,
@@ -47,17 +48,16 @@ from baton_kv.stores.base import StoreError
 # Times are those of the store's clock, so gateways whose clocks differ agree on when a handoff expires.
 
 
-CHANGING = {"label", "pin", "bytes", "ttl_s", "expires_at", "revision", "audit", "state", "archived"}
-"""Fields of a record that may change after it was saved."""
+CHANGING = set(Lease.model_fields)
 PENDING_MS = 15_000
 """A pending record whose gateway does not report for so long goes away."""
+FETCH_S = "handoffs.shared_fetch_s"
 TRIES = 100
 """Most times that a change is made again because another gateway was first."""
 READ_AT_ONCE = 64
 WRITTEN, CHANGED, DELETED = 1, 2, -1
 SAME = 1
 """What stands for a record that has the revision that is known here."""
-CHANGED_WHILE_PENDING = ("label", "pin", "ttl_s", "expires_at", "revision")
 
 
 def image_entry(record: Handoff) -> str:
@@ -65,20 +65,21 @@ def image_entry(record: Handoff) -> str:
     return f"{record.key}:m"
 
 
-class SharedRecords:
-    """The records of a pool; see `baton.library.here.records.Records`. All calls block.
+class ValkeyRecords:
+    """The records of a pool; see `baton.library.here.records.Records`.
+
+    All calls block, and raise `HandoffStoreUnavailable` where the server fails.
 
     Args:
-        connection: to the store.
         files: the files of KV and images, which go with their records.
         budget: bytes that all handoffs may take in the shared store.
     """
 
-    def __init__(self, connection: SharedConnection, files: PoolFiles, budget: int) -> None:
+    def __init__(self, connection: ValkeyConnection, files: ValkeyFiles, budget: int) -> None:
         self._connection = connection
         self._files = files
         self._budget = budget
-        self._usage: dict[str, Usage] = {}
+        self._usage: dict[str, Footprint] = {}
         self._revisions: dict[str, int] = {}
         self._seen = 0
         self._store: bytes | None = None
@@ -87,7 +88,7 @@ class SharedRecords:
         self._log = structlog.get_logger("baton.handoffs")
 
     def announce(self, record: Handoff) -> None:
-        """Let other gateways know of a pending handoff, as long as `keep_pending` is called for it."""
+        """Show other gateways a pending handoff, as long as `keep_pending` is called for it."""
         try:
             record.announced = self._write(record, PENDING_MS, announced=False) == WRITTEN
         except HandoffStoreUnavailable as error:
@@ -95,14 +96,12 @@ class SharedRecords:
             self._log.warning("handoff_not_shared", handoff=record.id, reason=error.message)
 
     def keep_pending(self, ids: Sequence[str]) -> list[str]:
-        """Report that handoffs are still pending; returns those that were deleted meanwhile.
-
-        Raises:
-            HandoffStoreUnavailable: the store failed.
-        """
-        self._reported, *deleted = self._connection.run(
-            "pending", KEEP_PENDING, [PENDING_MS, self._reported, *ids]
-        )
+        """Report that handoffs are still pending; returns those that another machine deleted meanwhile."""
+        try:
+            arguments = [PENDING_MS, self._reported, *ids]
+            self._reported, *deleted = self._connection.run("pending", KEEP_PENDING, arguments)
+        except HandoffStoreUnavailable:
+            return []
         return [each.decode() for each in deleted]
 
     def create(self, record: Handoff, edit: Edit) -> bool:
@@ -127,8 +126,7 @@ class SharedRecords:
                 return answer
             if (pending := self.read(record.id)) is None:
                 continue
-            for name in CHANGED_WHILE_PENDING:
-                setattr(record, name, getattr(pending, name))
+            record.take(pending, but=UNSAVED)
         raise HandoffStoreUnavailable()
 
     def update(self, handoff_id: str, edit: Edit) -> Handoff | None:
@@ -344,13 +342,13 @@ class SharedRecords:
 
     def _note(self, record: Handoff) -> None:
         record.stamp = (record.revision, 0, record.disk_bytes)
-        self._usage[record.id], self._revisions[record.id] = record.usage, record.revision
+        self._usage[record.id], self._revisions[record.id] = record.footprint, record.revision
 
     def _forget(self, handoff_id: str) -> None:
         self._usage.pop(handoff_id, None)
         self._revisions.pop(handoff_id, None)
 
-    def _others(self, handoff_id: str) -> list[Usage]:
+    def _others(self, handoff_id: str) -> list[Footprint]:
         return [usage for found, usage in list(self._usage.items()) if found != handoff_id]
 
     def _key(self, handoff_id: str) -> str:
@@ -362,16 +360,17 @@ def lifetime_ms(record: Handoff) -> int:
     return max(1, int((record.expires_at - time.time()) * 1000))
 
 
-class SharedImages:
-    """The images of a pool's handoffs; see `baton.library.tiers.Images`. All calls block.
+class ValkeyImages:
+    """The images of a pool's handoffs; see `baton.library.here.images.Images`.
+
+    All calls block, and raise `HandoffStoreUnavailable` where the server fails.
 
     Args:
-        files: the files of the shared store.
         budget: bytes that all handoffs may take there.
         fetch_s: seconds in which the images of a handoff must have been fetched.
     """
 
-    def __init__(self, files: PoolFiles, budget: int, fetch_s: float) -> None:
+    def __init__(self, files: ValkeyFiles, budget: int, fetch_s: float) -> None:
         self._files = files
         self._budget = budget
         self._fetch_s = fetch_s
@@ -379,7 +378,7 @@ class SharedImages:
 
     def save(self, record: Handoff) -> bool:
         files = [
-            SharedFile(_name(record, digest), len(data), partial(_read_into, data))
+            ValkeyFile(_name(record, digest), len(data), partial(bytes_into, data))
             for digest, data in record.image_data.items()
         ]
         try:
@@ -393,10 +392,10 @@ class SharedImages:
         return True
 
     def read(self, record: Handoff) -> list[PlacedImage]:
-        held, until = dict(record.image_data), time.monotonic() + self._fetch_s
+        held, deadline = dict(record.image_data), Deadline.within(FETCH_S, self._fetch_s)
         for digest, size in {image.digest: image.bytes for image in record.images}.items():
             if digest not in held:
-                held[digest] = self._read(record, digest, size, until)
+                held[digest] = self._read(record, digest, size, deadline)
         return [placed_image(image, held[image.digest]) for image in record.images]
 
     def remove(self, record: Handoff) -> None:
@@ -409,9 +408,9 @@ class SharedImages:
     def sweep(self, *, wanted: Callable[[str], bool], older_than_s: float) -> None:
         """Leave them: what has no record goes by itself."""
 
-    def _read(self, record: Handoff, digest: str, size: int, until: float) -> bytes:
+    def _read(self, record: Handoff, digest: str, size: int, deadline: Deadline) -> bytes:
         try:
-            _, chunks = self._files.chunks(_name(record, digest), until, size)
+            _, chunks = self._files.chunks(_name(record, digest), deadline, size)
             data = b"".join(chunks)
         except StoreError as error:
             self._log.warning("handoff_image_unreadable", handoff=record.id, reason=str(error))
@@ -424,9 +423,3 @@ class SharedImages:
 
 def _name(record: Handoff, digest: str) -> str:
     return f"{record.key.partition('/')[0]}/m{digest}"
-
-
-def _read_into(data: bytes, start: int, view: memoryview) -> int:
-    part = data[start : start + len(view)]
-    view[: len(part)] = part
-    return len(part)
