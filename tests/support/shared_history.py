@@ -69,7 +69,7 @@ class SharedEntries:
 
     def get(self, key: str) -> str | None:
         """See it as a fetch does: bytes alone, as of a put that was killed and then deleted, are no entry."""
-        if self._files.names(key)[-1:] != [key]:
+        if self._files.use(key, automatic=False)[-1:] != [key]:
             return None
         _, chunks = self._files.chunks(key, Deadline.within("the test's", 5), 1 << 30)
         data = b"".join(chunks)

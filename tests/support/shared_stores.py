@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -155,6 +155,20 @@ class Machine:
         """Wait until nothing is done in the background."""
         while self.handoffs.background.running:
             await asyncio.gather(*self.handoffs.background.running, return_exceptions=True)
+
+    def exchanges(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        """The exchanges with the shared store from now on, each added as it ends, by operation."""
+        ended: list[str] = []
+        ask = self.storage.connection.ask
+
+        def noted(operation: str, work: Callable[[Any], Any]) -> Any:
+            try:
+                return ask(operation, work)
+            finally:
+                ended.append(operation)
+
+        monkeypatch.setattr(self.storage.connection, "ask", noted)
+        return ended
 
     def read(self, key: str, part: int | None = None) -> bytes:
         with self.store.open(key, part) as reader:

@@ -25,8 +25,8 @@ from baton.library.archive import copies as archive_files
 from baton.library.archive.archiver import Archiver, remove_expired
 from baton.library.archive.copies import LocalFile, Pace
 from baton.library.handoff import Handoff, HandoffAudit
-from baton.library.here.entries import read_into
-from baton_kv.stores.base import BytesReader, StoreError, StoreFull
+from baton.library.here.entries import bytes_into
+from baton_kv.stores.base import StoreError, StoreFull
 
 pytestmark = with_s3
 
@@ -213,7 +213,7 @@ async def test_two_uploads_that_share_a_rate_both_end(site: Site, monkeypatch: p
         *(
             asyncio.to_thread(
                 files.push,
-                LocalFile(name, f"files/scope/{name}", len(data), partial(read_into, BytesReader(data))),
+                LocalFile(name, f"files/scope/{name}", len(data), partial(bytes_into, data)),
             )
             for name in "abc"
         )

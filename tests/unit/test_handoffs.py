@@ -16,10 +16,9 @@ from support.handoff_house import ENGINE, Clocks, House, becomes, there
 from baton.engines.transfers import TransferRequest
 from baton.errors import HandoffNotFound, HandoffPinsFull
 from baton.library.handoff import Handoff, HandoffState
-from baton.library.here.images import ImageStore
 from baton.library.here.records import RecordFolder
 from baton.library.library import Library
-from baton.library.tiers import ORPHANED_AFTER_S, HandoffStorage
+from baton.library.tiers import ORPHANED_AFTER_S, nowhere
 from baton.relay.sources import Sources
 from baton_kv.contract import new_key
 from baton_kv.stores.file import FileStore
@@ -52,14 +51,10 @@ async def test_a_handoff_lives_its_seconds_and_then_its_files_go(house: House) -
 
 def test_where_no_engine_hands_over_nothing_is_stored_listed_or_swept() -> None:
     record = Handoff(tenant="t", model="m", weights="w", created_at=1.0, ttl_s=9e9, expires_at=9e9)
-    nowhere = HandoffStorage(None, RecordFolder(None), ImageStore(None))
-    nowhere.sweep_orphans()
-    assert (nowhere.all_bytes(), nowhere.kv_bytes(record), nowhere.proof("challenge")) == (0, 0, None)
-    assert not nowhere.create(record, lambda _, __: None)
-    assert nowhere.pin(record, True)
-    assert nowhere.pinned_kv(record) == {}
-    nowhere.quarantine(record)
-    nowhere.remove(record)
+    tier = nowhere()
+    tier.sweep_orphans()
+    assert (tier.store.size(), tier.kv_bytes(record), tier.proof("challenge")) == (0, 0, None)
+    assert (tier.find(record.id, "t"), tier.sizes([record])) == (None, [0])
 
 
 RECORD = {"tenant": "t", "model": "m", "weights": "w", "created_at": 1.0, "ttl_s": 9e9, "expires_at": 9e9}
@@ -196,9 +191,9 @@ async def test_a_handoff_that_is_deleted_while_a_request_waits_for_it_is_not_giv
     handoffs, waits = house.handoffs(), asyncio.Event()
     settled = handoffs.settled
 
-    async def noted(record: Handoff, within_s: float) -> None:
+    async def noted(record: Handoff, within_s: float) -> bool:
         waits.set()
-        await settled(record, within_s)
+        return await settled(record, within_s)
 
     monkeypatch.setattr(handoffs, "settled", noted)
     record = handoffs.begin(ENGINE, "local")

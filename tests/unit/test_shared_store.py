@@ -487,6 +487,31 @@ async def test_a_fetch_that_was_cut_off_is_not_waited_for_again_where_computing_
         assert waited[1] < 0.4
 
 
+@pytest.mark.fault("E19")
+@pytest.mark.parametrize(
+    ("names", "blocks", "asked"),
+    [
+        (1, 4, ["record", "look", "look"]),
+        (1, 600, ["record", "look", "look", "fetch", "fetch"]),  # of three chunks, the first with its head
+        (2, 4, ["record"] * 2 + ["look"] * 4 + ["record"] * 2),  # each beside the other's
+    ],
+)
+async def test_what_a_request_asks_the_store_before_it_begins(
+    names: int, blocks: int, asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its record once, its files' names, and their bytes; and again whether several are all still there."""
+    with store_server("valkey", tmp_path) as server:
+        one, two = machine(tmp_path / "one", server.url), machine(tmp_path / "two", server.url)
+        ids = [(await one.leave(blocks=blocks)).id for _ in range(names)]
+        ended = two.exchanges(monkeypatch)
+        found = await Sources(two.handoffs, wait_s=5).all(ids, ENGINE, "local")
+        assert ended == asked
+        assert all(two.read(each.key) == one.read(each.key) for each in found)
+        ended.clear()
+        await Sources(two.handoffs, wait_s=5).all(ids, ENGINE, "local")
+        assert set(ended) == {"record"}  # its KV is here
+
+
 async def test_a_damaged_chunk_is_never_put_into_a_store(tmp_path: Path) -> None:
     with store_server("valkey", tmp_path) as server:
         one, two = machine(tmp_path / "one", server.url), machine(tmp_path / "two", server.url)

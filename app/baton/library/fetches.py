@@ -33,27 +33,32 @@ class Fetches:
         self._tier = holdings.tier
         self._metrics = metrics
         self._within_s = within_s
-        self._running: dict[str, asyncio.Future[None]] = {}
+        self._running: dict[str, asyncio.Future[bool]] = {}
         self._rates: dict[str, float] = {}
         self._slower = 0
         self._skipped: OrderedDict[str, float] = OrderedDict()
         self._log = structlog.get_logger("baton.handoffs")
 
-    async def fetch_here(self, record: Handoff, engine: LocalEngine) -> None:
-        """Copy a handoff's KV to this machine, unless it is here, or faster to compute."""
+    async def fetch_here(self, record: Handoff, engine: LocalEngine) -> bool:
+        """Copy KV to this machine, unless it is here, or faster to compute; returns whether it is here."""
         self._skipped.pop(record.id, None)
-        run = self._holdings.run
-        if await run(record.tenant, self._holdings.here.is_here, record):
-            return
-        source = await run(record.tenant, self._tier.source_of, record)
+        source = await self._holdings.run(record.tenant, self._far_source, record)
+        if source is None:
+            return True
         seconds = self._seconds_if_slower(record, engine, self._rates.get(source))
         if seconds is None:
-            await asyncio.wait({self._begin(record, source)}, timeout=self._within_s)
-            return
+            fetch = self._begin(record, source)
+            done, _ = await asyncio.wait({fetch}, timeout=self._within_s)
+            return fetch in done and fetch.exception() is None and fetch.result()
         self._metrics.fetches.labels("slower").inc()
         self._note_skipped(record, seconds)
         if self._slower % MEASURE_EVERY == 0:
             self._begin(record, source)
+        return False
+
+    def _far_source(self, record: Handoff) -> str | None:
+        """Return where a handoff's KV would be fetched from; None: it is here."""
+        return None if self._holdings.here.is_here(record) else self._tier.source_of(record)
 
     def skipped_s(self, record: Handoff) -> float | None:
         """Return the seconds of a fetch that was left, as computing is faster; None: none was."""
@@ -65,7 +70,7 @@ class Fetches:
         while len(self._skipped) > MAX_SKIPPED:
             self._skipped.popitem(last=False)
 
-    def _begin(self, record: Handoff, source: str) -> asyncio.Future[None]:
+    def _begin(self, record: Handoff, source: str) -> asyncio.Future[bool]:
         running = self._running.get(record.id)
         if running is None:
             running = asyncio.ensure_future(self._fetch(record, source))
@@ -82,23 +87,26 @@ class Fetches:
         fetch_s = record.bytes / rate
         return fetch_s if fetch_s + (load_s or 0.0) > prefill_s else None
 
-    async def _fetch(self, record: Handoff, source: str) -> None:
+    async def _fetch(self, record: Handoff, source: str) -> bool:
+        """Fetch a handoff's KV; returns whether it is here then."""
         began = time.monotonic()
         try:
-            size = await self._holdings.threads.fetches.run(
-                record.tenant, self._tier.fetch, record, self._within_s
-            )
+            size, here = await self._holdings.threads.fetches.run(record.tenant, self._fetched, record)
         except (StoreError, HandoffStoreUnavailable, GatewayOverloaded) as error:
             if isinstance(error, FetchCutOff):
                 self._note_cut_off(source, error.got, time.monotonic() - began)
             self._metrics.fetches.labels("failed").inc()
             self._log.warning("handoff_not_fetched", handoff=record.id, reason=str(error))
-            return
+            return False
         self._metrics.fetches.labels("fetched" if size else "missing").inc()
         if size >= SMALL_BYTES:
             rate = size / max(1e-6, time.monotonic() - began)
             before = self._rates.get(source, rate)
             self._rates[source] = before + NEWEST_SHARE * (rate - before)
+        return here
+
+    def _fetched(self, record: Handoff) -> tuple[int, bool]:
+        return self._tier.fetch(record, self._within_s), self._holdings.here.is_here(record)
 
     def _note_cut_off(self, source: str, got: int, seconds: float) -> None:
         """Note the rate of a fetch that was cut off, in full: the next one would wait as long."""

@@ -16,7 +16,7 @@ from baton.engines.transfers import TransferRequest
 from baton.errors import HandoffNotFound, HandoffStoreUnavailable
 from baton.images.placed_image import PlacedImage
 from baton.library.fetches import Fetches
-from baton.library.handoff import Context, Handoff, HandoffAudit, new_id
+from baton.library.handoff import Context, Handoff, HandoffAudit, HandoffState, new_id
 from baton.library.here.records import Others
 from baton.library.holdings import BackgroundWork, HandoffThreads, Holdings, Result
 from baton.library.index import HandoffIndex
@@ -185,9 +185,11 @@ class Library:
         self._finishing.add(saving)
         saving.add_done_callback(self._finishing.discard)
 
-    async def settled(self, record: Handoff, within_s: float) -> None:
-        """Wait until a handoff is no longer pending, at most `within_s` seconds."""
+    async def settled(self, record: Handoff, within_s: float) -> bool:
+        """Wait until a handoff is no longer pending, at most `within_s` seconds; returns whether it was."""
+        was_pending = record.state is HandoffState.PENDING or self._saving.is_pending(record)
         await self._saving.settled(record, within_s)
+        return was_pending
 
     def is_awaited(self, record: Handoff) -> bool:
         """Return whether a request waits for a pending handoff."""
@@ -328,10 +330,9 @@ class Library:
         no_kv = record.on_disk and not (record.bytes or self._saving.is_saving(record))
         if self._pool is not None and no_kv:
             await self._holdings.run(record.tenant, self._tier.here.drop_copy, record)
-        if record.bytes and record.weights == engine.weights:
-            await self._fetches.fetch_here(record, engine)
-            if not await self._holdings.run(record.tenant, self._tier.here.is_here, record):
-                self.kv_gone(record)
+        wanted = record.bytes and record.weights == engine.weights
+        if wanted and not await self._fetches.fetch_here(record, engine):
+            self.kv_gone(record)
 
     def __contains__(self, record: Handoff) -> bool:
         """Whether a handoff is still there."""

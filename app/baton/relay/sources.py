@@ -113,6 +113,21 @@ async def _of_field(finding: Awaitable[Handoff], field: str) -> Handoff:
         raise
 
 
+async def _all_named(looks: Sequence[Awaitable[Handoff]], field: str) -> list[Handoff]:
+    """Look for all handoffs of a field, before an error names the first at fault.
+
+    Which look ends first would tell whose an id is.
+    """
+    found = []
+    for index, each in enumerate(await asyncio.gather(*looks, return_exceptions=True)):
+        if isinstance(each, BatonError):
+            raise naming(each, part_name(field, index))
+        if isinstance(each, BaseException):
+            raise each
+        found.append(each)
+    return found
+
+
 @dataclass(frozen=True)
 class Sources:
     """Finds handoffs for the requests of one gateway.
@@ -152,9 +167,9 @@ class Sources:
     async def _ready(
         self, record: Handoff, engine: LocalEngine, *, translates: bool, wait_s: float | None
     ) -> Handoff:
-        """Wait until a handoff is not pending, and return it; see `one`."""
-        await self.handoffs.settled(record, self.wait_s if wait_s is None else wait_s)
-        record = await self._there(record.id, engine, record.tenant, translates=translates)
+        """Wait until a handoff that was just found is not pending, and return it; see `one`."""
+        if await self.handoffs.settled(record, self.wait_s if wait_s is None else wait_s):
+            record = await self._there(record.id, engine, record.tenant, translates=translates)
         if record.state is HandoffState.PENDING:
             raise HandoffPending()
         await self.handoffs.fetch_here(record, engine)
@@ -183,16 +198,7 @@ class Sources:
         if len(ids) < 2:
             found = [self.one(each, engine, tenant, translates=translates, wait_s=wait_s) for each in ids]
             return [await _of_field(each, field) for each in found]
-        # All are looked for before one is named: which look ends first tells whose an id is.
-        looks = [self._there(each, engine, tenant, translates=translates) for each in ids]
-        there = await asyncio.gather(*looks, return_exceptions=True)
-        known = []
-        for index, each in enumerate(there):
-            if isinstance(each, BatonError):
-                raise naming(each, part_name(field, index))
-            if isinstance(each, BaseException):
-                raise each
-            known.append(each)
+        known = await self.usable(ids, engine, tenant, field, translates=translates)
         ready = [self._ready(each, engine, translates=translates, wait_s=wait_s) for each in known]
         waiting = [asyncio.ensure_future(each) for each in ready]
         try:
@@ -218,13 +224,9 @@ class Sources:
         Raises:
             BatonError: as `all`.
         """
-        found = []
-        for index, each in enumerate(ids):
-            try:
-                found.append(await self._there(each, engine, tenant, translates=translates))
-            except BatonError as error:
-                raise naming(error, part_name(field, index)) from None
-        return found
+        return await _all_named(
+            [self._there(each, engine, tenant, translates=translates) for each in ids], field
+        )
 
     async def require_there(self, records: Sequence[Handoff], tenant: str, field: str) -> None:
         """Refuse handoffs one of which was deleted, or has expired, since they were found.
@@ -235,11 +237,7 @@ class Sources:
         Raises:
             HandoffNotFound: one was; `param` names it.
         """
-        for index, record in enumerate(records):
-            try:
-                await self.handoffs.get(record.id, tenant)
-            except HandoffNotFound as error:
-                raise naming(error, part_name(field, index)) from None
+        await _all_named([self.handoffs.get(record.id, tenant) for record in records], field)
 
     async def _there(self, handoff_id: str, engine: LocalEngine, tenant: str, *, translates: bool) -> Handoff:
         """Return a handoff that the engine can continue, perhaps a pending one."""

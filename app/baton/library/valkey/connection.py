@@ -29,7 +29,7 @@ from valkey.sentinel import Sentinel
 
 from baton.admission.breaker import REST_S, Breaker
 from baton.errors import HandoffStoreUnavailable, SettingsError
-from baton.library.valkey.scripts import CHECK, READ_FIELDS
+from baton.library.valkey.scripts import CHECK
 from baton.telemetry.metrics import SharedStoreMetrics
 
 # Make the client of the shared store: one server, a cluster, or a primary that Sentinel names.
@@ -143,6 +143,8 @@ def _options(address: ValkeyAddress) -> dict[str, Any]:
         "socket_timeout": address.timeout_s,
         "socket_connect_timeout": min(CONNECT_S, address.timeout_s),
         "retry": Retry(NoBackoff(), 0),  # a deadline holds for all tries together
+        "lib_name": None,  # each is an exchange more, of every new connection
+        "lib_version": None,
     }
     if address.password is not None:
         options["password"] = address.password
@@ -229,13 +231,6 @@ class ValkeyConnection:
         """Count and log a value that no gateway of the pool wrote; it is left out."""
         self._metrics.not_used("unreadable")
         self._log.warning("shared_value_unreadable", what=what, name=name)
-
-    def fields(self, operation: str, key: str, most: int, names: Sequence[str]) -> list[bytes | None]:
-        """Read fields of a hash; one of more than `most` bytes counts as missing, see `ask`."""
-        found: list[bytes | None] = self.ask(
-            operation, lambda client: client.eval(READ_FIELDS, 1, key, most, *names)
-        )
-        return found
 
     def ask(self, operation: str, work: Callable[[Client], Any]) -> Any:
         """Exchange something with the store.
@@ -371,9 +366,11 @@ class ValkeyConnection:
 
     def _evaluate(self, client: Client, script: str, arguments: Sequence[Any]) -> Any:
         known = self._scripts.get(script)
-        if known is None:
-            known = self._scripts[script] = client.register_script(script)
-        return known(keys=[self.base], args=list(arguments))
+        if known is not None:
+            return known(keys=[self.base], args=list(arguments))
+        answer = client.eval(script, 1, self.base, *arguments)  # which the server may not have yet
+        self._scripts[script] = client.register_script(script)
+        return answer
 
 
 def number(value: bytes | int | None) -> int:

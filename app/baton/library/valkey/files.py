@@ -21,7 +21,16 @@ from typing import Any
 from baton.errors import HandoffStoreUnavailable
 from baton.library.here.entries import Deadline, FetchCutOff
 from baton.library.valkey.connection import Client, ValkeyConnection, number
-from baton.library.valkey.scripts import BEFORE_OTHERS_US, BEGIN_FILE, DROP, PIN, PLACE_FILE, RESERVE
+from baton.library.valkey.scripts import (
+    BEGIN_FILE,
+    DROP,
+    ENTRY_BYTES,
+    FILE_HEAD,
+    PIN,
+    PLACE_FILE,
+    RESERVE,
+    USE_ENTRY,
+)
 from baton.telemetry.metrics import SharedStoreMetrics
 from baton_kv.stores.base import MAX_SHARED, EntryMissing, StoreError, StoreFull
 
@@ -36,7 +45,6 @@ WRITING_MS = 60_000
 PUSH_WITHIN_S = 120.0
 """An entry that is not written by then is given up, so that a slow store does not hold threads for long."""
 MAX_FILE_BYTES = 1 << 40
-MAX_NUMBER_BYTES = 18
 MAX_NAMES_BYTES = 256 * (MAX_SHARED + 1)
 ReadInto = Callable[[int, memoryview], int]
 """Fills a buffer from an offset of a file on; returns the number of bytes read."""
@@ -113,34 +121,28 @@ class ValkeyFiles:
                 self.drop([entry])
             raise
 
-    def names(self, entry: str) -> list[str]:
-        """Return the names of the files that an entry needs, its own last; empty: there is no such entry.
+    def use(self, entry: str, *, automatic: bool) -> list[str]:
+        """Mark an entry as used now, and return the names of its files, its own last; empty: there is none.
+
+        Args:
+            entry: key of the entry.
+            automatic: whether it is evicted before others all the same.
 
         Raises:
             StoreError: they are no names of files of one tenant.
         """
-        (names,) = self._names([entry])
+        line = self._connection.run("look", USE_ENTRY, [entry, MAX_NAMES_BYTES, int(automatic)])
+        names = [str(name) for name in (line or b"").decode(errors="replace").split()]
         scope = entry.partition("/")[0]
         if len(names) > MAX_SHARED + 1 or any(name.partition("/")[0] != scope for name in names):
             raise StoreError("the shared store's index is damaged")
         return names
 
-    def _names(self, entries: Sequence[str]) -> list[list[str]]:
-        key = self._connection.own_key("entry")
-        lines = self._connection.fields("look", key, MAX_NAMES_BYTES, entries)
-        return [(line or b"").decode(errors="replace").split() for line in lines]
-
     def sizes(self, entries: Sequence[str]) -> list[int]:
         """Return the bytes of the files that each entry needs; 0: there is no such entry."""
         if not entries:
             return []
-        size_key, names = self._connection.own_key("size"), self._names(entries)
-        wanted = sorted({name for each in names for name in each})
-        if not wanted:
-            return [0] * len(entries)
-        found = self._connection.fields("look", size_key, MAX_NUMBER_BYTES, wanted)
-        bytes_of = dict(zip(wanted, found, strict=True))
-        return [sum(number(bytes_of[name]) for name in each) for each in names]
+        return list(map(int, self._connection.run("look", ENTRY_BYTES, [MAX_NAMES_BYTES, *entries])))
 
     def chunks(self, name: str, deadline: Deadline, most: int) -> tuple[int, Generator[bytes]]:
         """Return the size of a file, and an iterator over its chunks.
@@ -155,32 +157,17 @@ class ValkeyFiles:
             FetchCutOff: by the iterator: it took too long.
         """
         key = self._connection.file_key(name)
-        told = self._connection.fields("look", key, MAX_NUMBER_BYTES, ["n", "c"])
-        if None in told:
+        told = self._connection.ask("look", lambda client: client.eval(FILE_HEAD, 1, key, most, CHUNK_BYTES))
+        if not told:
             raise EntryMissing(name)
-        size, chunk = map(number, told)
+        size, chunk, longest, first = told
         if not (0 < size < MAX_FILE_BYTES and CHUNK_BYTES <= chunk <= 64 * CHUNK_BYTES):
             raise StoreError("the shared store holds something else than a file")
         if size > most:
             raise StoreError(f"a file in the shared store has {size} bytes, more than its record says")
-        count = -(-size // chunk)
-        lengths = self._connection.batch(
-            "look", lambda pipe: [pipe.hstrlen(key, str(each)) for each in range(count)]
-        )
-        if max(lengths) > chunk:
+        if longest > chunk:
             raise StoreError("a chunk in the shared store is too long")
-        return size, self._read(name, size, chunk, deadline)
-
-    def touch(self, entry: str, *, automatic: bool) -> None:
-        """Mark an entry as used now.
-
-        Args:
-            automatic: whether it is evicted before others all the same.
-        """
-        key = self._connection.own_key(f"use:{entry.partition('/')[0]}")
-        now = int((time.time() + self._connection.ahead_s) * 1e6) - automatic * BEFORE_OTHERS_US
-        with contextlib.suppress(HandoffStoreUnavailable):
-            self._connection.ask("touch", lambda client: client.zadd(key, {entry: now}, xx=True, gt=True))
+        return size, self._read(name, size, chunk, first, deadline)
 
     def pin(self, entry: str, pinned: bool, most: int) -> int:
         """Protect an entry from eviction, or no longer.
@@ -310,10 +297,15 @@ class ValkeyFiles:
             self.unlink(lost)
             raise StoreFull("the shared store is full")
 
-    def _read(self, name: str, size: int, chunk: int, deadline: Deadline) -> Generator[bytes]:
-        """Yield a file's chunks; while the caller has one, the next is fetched."""
+    def _read(
+        self, name: str, size: int, chunk: int, first: bytes | None, deadline: Deadline
+    ) -> Generator[bytes]:
+        """Yield a file's chunks, perhaps with the first; while the caller has one, the next is fetched."""
         key, count = self._connection.file_key(name), -(-size // chunk)
         coming: deque[Future[Any]] = deque()
+        if first is not None:
+            coming.append(Future())
+            coming[0].set_result(first)
         for index in range(count):
             if not deadline.left_s:
                 raise FetchCutOff(deadline, index * chunk)

@@ -59,7 +59,7 @@ class ValkeyPool:
     def fetch(self, record: Handoff, store: Store, within_s: float) -> int:
         """Copy a handoff's KV to a machine's store; see `Tier.fetch`."""
         deadline = Deadline.within(FETCH_S, self.fetch_s, within_s)
-        names, left = self.files.names(record.key), record.bytes
+        names, left = self.files.use(record.key, automatic=record.automatic), record.bytes
         if not names or names[-1] != record.key:
             return 0
 
@@ -69,9 +69,7 @@ class ValkeyPool:
             left -= size
             return size, chunks
 
-        copied = copy_entry(store, names, read)
-        self.files.touch(record.key, automatic=record.automatic)
-        return copied
+        return copy_entry(store, names, read)
 
     def sizes(self, records: Sequence[Handoff]) -> list[int]:
         """Return the sizes of several handoffs' KV, those of their records if nobody knows."""

@@ -327,15 +327,56 @@ return was_removed(ARGV[1], ARGV[2]) and 1 or 0
 """
 )
 
-READ_FIELDS = """
--- KEYS: a hash. ARGV: most bytes of a value, fields. Returns the values; one of more bytes counts as none.
+USE_ENTRY = (
+    COMMON
+    + f"local before_others_us = {BEFORE_OTHERS_US}"
+    + """
+-- ARGV: entry, most bytes of its files' names, automatic (1 or 0). Marks an entry as used now, also of a full
+-- server if that lets it. Returns the names of its files, nil: there is none, or they are longer.
+local use = base .. 'use:' .. scope_of(ARGV[1])
+redis.pcall('ZADD', use, 'XX', 'GT', now_us - number(ARGV[3]) * before_others_us, ARGV[1])
+if call('HSTRLEN', base .. 'entry', ARGV[1]) > number(ARGV[2]) then return false end
+return call('HGET', base .. 'entry', ARGV[1])
+"""
+)
+
+ENTRY_BYTES = (
+    COMMON
+    + """
+-- ARGV: most bytes of an entry's names, entries. Returns the bytes of each entry's files; 0: there is none.
 local found = {}
 for at = 2, #ARGV do
-  local size = redis.pcall('HSTRLEN', KEYS[1], ARGV[at])
-  local fits = type(size) == 'number' and size <= tonumber(ARGV[1])
-  found[#found + 1] = fits and redis.call('HGET', KEYS[1], ARGV[at])
+  local long = call('HSTRLEN', base .. 'entry', ARGV[at]) > number(ARGV[1])
+  local files, total = not long and call('HGET', base .. 'entry', ARGV[at]) or '', 0
+  for file in string.gmatch(files, '%S+') do
+    total = total + math.max(0, number(call('HGET', base .. 'size', file)))
+  end
+  found[#found + 1] = total
 end
 return found
+"""
+)
+
+FILE_HEAD = """
+-- KEYS: a file. ARGV: most bytes that it may have, most bytes of a chunk that is sent along.
+-- Returns its bytes and a chunk's, as it says; the longest chunk's; and its first chunk, or nil. Or nothing:
+-- there is no file. What is longer than it says is not read.
+local function told(field)
+  local size = redis.pcall('HSTRLEN', KEYS[1], field)
+  local text = type(size) == 'number' and size <= 18 and redis.call('HGET', KEYS[1], field) or ''
+  return tonumber(string.match(text, '^%d+$') or '0')
+end
+if redis.call('EXISTS', KEYS[1]) == 0 then return {} end
+local bytes, chunk, longest, first = told('n'), told('c'), 0, false
+if bytes > 0 and bytes <= tonumber(ARGV[1]) and chunk >= tonumber(ARGV[2]) then
+  for at = 0, math.ceil(bytes / chunk) - 1 do
+    longest = math.max(longest, redis.call('HSTRLEN', KEYS[1], at))
+  end
+  if longest <= chunk and redis.call('HSTRLEN', KEYS[1], 0) <= tonumber(ARGV[2]) then
+    first = redis.call('HGET', KEYS[1], 0)
+  end
+end
+return {bytes, chunk, longest, first}
 """
 
 WRITE_RECORD = (
