@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx._transports.default  # by its name: there is no other door to the context of a client without one
 import pytest
 import structlog
+from engine import geo_models
 from support.archives import Archive, archive_server
 from support.gateways import FakeGateway, RealGateway, run_fake
 from support.made_models import make_models
@@ -25,6 +26,8 @@ from baton.engines.fake.engine import FakeEngine
 
 ENGINE_TESTS = Path(__file__).parent / "engine"
 SHARED_GATEWAYS = ("real_gateway", "tiny_gateway", "relay_gateway", "geo_gateway")
+TOGETHER = ("/seams/", "/tests/plain/")
+"""Folders whose files run in one process: what vLLM imports on its first use, and plain vLLM's servers, are had once."""
 LAST_USERS: pytest.StashKey[dict[str, pytest.Item]] = pytest.StashKey()
 
 
@@ -66,13 +69,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """Give all files that name a shared gateway to one process of pytest-xdist, and the seams; the others file by file."""
+    """Give all files that name a shared gateway to one process of pytest-xdist, and some folders; the others file by file."""
     from xdist.scheduler import LoadScopeScheduling  # where the tests run in one process it is not needed
 
     @functools.cache
     def group(file: str) -> str:
-        if "/seams/" in file:  # what vLLM imports on its first use, it imports once
-            return "seams"
+        if folder := next((folder for folder in TOGETHER if folder in f"/{file}"), None):
+            return folder
         text = (config.rootpath / file).read_text()
         return next((name for name in SHARED_GATEWAYS if name in text), file)
 
@@ -197,8 +200,7 @@ def geo_folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Pa
     """Where `geo_gateway` has its models, its classic plugin, its platform and the rasters it may read."""
     folder = tmp_path_factory.mktemp("geo")
     (folder / "text").symlink_to(tiny_model)
-    made = [sys.executable, str(ENGINE_TESTS / "geo_models.py"), str(folder / "rgb"), "RED,GREEN,BLUE"]
-    subprocess.run(made, check=True, capture_output=True)
+    geo_models.make(folder / "rgb", ("RED", "GREEN", "BLUE"))
     plugins = [str(Path(__file__).parent / "plugins" / name) for name in ("classic_echo", "house_platform")]
     options = ["--no-deps", "--no-build-isolation", "--no-index", "--target", str(folder / "packages")]
     subprocess.run(
