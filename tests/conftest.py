@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,7 +23,9 @@ from support.raster_host import RasterHost
 from support.wheel_environment import CPU_LOCK, TORCH_LOCK, WheelEnvironment, build
 
 from baton.admission.api_keys import create_key
+from baton.config.settings import load_settings
 from baton.engines.fake.engine import FakeEngine
+from baton.models.store import ModelStore
 
 ENGINE_TESTS = Path(__file__).parent / "engine"
 SHARED_GATEWAYS = ("real_gateway", "tiny_gateway", "relay_gateway", "geo_gateway")
@@ -181,6 +184,9 @@ def tiny_gateway(
 def relay_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The settings of `relay_gateway`; its store lies in the folder beside them."""
     folder = tmp_path_factory.mktemp("relay")
+    look = ModelStore(load_settings().models_folder).resolve("look-tiny")
+    shutil.copytree(look, folder / "other-look")
+    (folder / "other-look" / "README.md").write_text("A fine-tune, as far as anybody knows.")
     text = (ENGINE_TESTS / "relay_engines.toml").read_text()
     (folder / "baton.toml").write_text(text.format(folder=folder))
     return folder / "baton.toml"
@@ -188,7 +194,10 @@ def relay_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def relay_gateway(relay_config: Path) -> Iterator[RealGateway]:
-    """`baton serve` with three engines that hand over, on SmolLM2's real weights in fp32."""
+    """`baton serve` with three engines that hand over and take latent steps, on SmolLM2's real weights in fp32.
+
+    And two of another model under two names, with the same weights: no KV may cross between these.
+    """
     path = {"PYTHONPATH": joined(ENGINE_TESTS)}  # where the slow connector is
     with RealGateway(["--config", str(relay_config)], relay_config.parent, path) as gateway:
         gateway.wait_until_ready()
