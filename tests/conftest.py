@@ -28,7 +28,7 @@ from baton.engines.fake.engine import FakeEngine
 from baton.models.store import ModelStore
 
 ENGINE_TESTS = Path(__file__).parent / "engine"
-SHARED_GATEWAYS = ("real_gateway", "tiny_gateway", "relay_gateway", "geo_gateway")
+SHARED_GATEWAYS = ("real_gateway", "tiny_gateway", "relay_gateway", "geo_gateway", "vision_gateway")
 TOGETHER = ("/seams/", "/tests/plain/")
 """Folders whose files run in one process: what vLLM imports on its first use, and plain vLLM's servers, are had once."""
 LAST_USERS: pytest.StashKey[dict[str, pytest.Item]] = pytest.StashKey()
