@@ -48,7 +48,7 @@ def test_one_vector_stands_for_another_model_s_thought(gateway: RealGateway) -> 
     """Experimental, and exact: the vector is what torch makes of the first model's distribution."""
     thought = told(ask(gateway, "reader", "The capital of France is", handoff={"save": {"scope": "prompt"}}))
     handoff = {"from": thought["id"], "translate": {"via": "rosetta"}}
-    started = ask(gateway, "writer", " of", handoff=handoff)
+    started = ask(gateway, "slow", " of", handoff=handoff)
     source = told(started)["source"]
     assert (source["outcome"], source["exact"], source["from_model"]) == ("rosetta", False, "reader")
     assert source["dropped"] == {"latent_steps": 0, "tokens": thought["tokens"]}
@@ -60,8 +60,8 @@ def test_one_vector_stands_for_another_model_s_thought(gateway: RealGateway) -> 
     chances = {int(name.rpartition(":")[2]): math.exp(value) for name, value in top.items()}
     model = ModelStore(load_settings().models_folder).resolve("smollm2")
     assert said == mixed_answer(model, chances, prompt_ids[1:], len(said))
-    assert ids(ask(gateway, "writer", " of"))[1] != said, "the vector is seen"
-    again = ask(gateway, "writer", " of", handoff=handoff)
+    assert ids(ask(gateway, "slow", " of"))[1] != said, "the vector is seen"
+    again = ask(gateway, "slow", " of", handoff=handoff)
     assert ids(again) == ids(started)
 
 
@@ -98,9 +98,7 @@ def test_a_thought_of_another_model_is_refused_where_it_cannot_be_had(gateway: R
     with gateway.client() as client:
         for more in wrong:
             handoff = {"from": left, "translate": {"via": "rosetta"}} | more
-            answer = client.post(
-                "/v1/completions", json={"model": "writer", "prompt": "a", "handoff": handoff}
-            )
+            answer = client.post("/v1/completions", json={"model": "slow", "prompt": "a", "handoff": handoff})
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, "handoff.translate")
 
 
@@ -124,7 +122,7 @@ def test_a_thinks_and_b_goes_on_from_it_on_another_engine(gateway: RealGateway, 
         assert said == reference.think(context, 8).tokens
         assert (told(answer)["latent_steps"], told(answer)["tokens"]) == (steps, len(context) + 8)
         own = prompt(5, seed=3)
-        relayed = ask(gateway, "writer", own, handoff={"from": told(answer)["id"]})
+        relayed = ask(gateway, "slow", own, handoff={"from": told(answer)["id"]})
         assert told(relayed)["source"]["outcome"] == "loaded"
         assert cached(relayed) == len(context) + 7
         assert ids(relayed)[0] == [*context, *said, *own]
@@ -152,11 +150,11 @@ def test_thinking_without_an_answer_goes_on_without_a_word(
         length + steps,
     )
     context = [*asked, *[reference.placeholder] * steps]
-    for model in ("writer", "reader"):
+    for model in ("slow", "reader"):
         relayed = ask(gateway, model, "", handoff={"from": made.json()["id"]})
         assert ids(relayed) == (context, reference.think(context, 8).tokens)
         assert cached(relayed) == len(context) - 1
-    chained = ask(gateway, "writer", "", handoff={"from": made.json()["id"], "save": {"latent_steps": 2}})
+    chained = ask(gateway, "slow", "", handoff={"from": made.json()["id"], "save": {"latent_steps": 2}})
     longer = [*context, *[reference.placeholder] * 2]
     assert ids(chained) == (longer, reference.think(longer, 8).tokens)
     assert told(chained)["latent_steps"] == steps + 2
@@ -166,7 +164,7 @@ def test_many_think_at_once_each_as_often_as_it_asked(gateway: RealGateway, refe
     def one(case: tuple[int, int, int]) -> tuple[list[int], list[int]]:
         length, steps, seed = case
         wish = {"save": {"latent_steps": steps}} if steps else None
-        return ids(ask(gateway, "writer", prompt(length, seed=seed), **({"handoff": wish} if wish else {})))
+        return ids(ask(gateway, "slow", prompt(length, seed=seed), **({"handoff": wish} if wish else {})))
 
     with ThreadPoolExecutor(8) as pool:
         for context, said in pool.map(one, [*CALM, (80, 0, 5), (33, 0, 6)]):
@@ -230,12 +228,12 @@ def thought(gateway: RealGateway) -> dict[str, Any]:
 
 def read(gateway: RealGateway, asked: list[int]) -> tuple[dict[str, Any], list[int]]:
     """A handoff without latent steps, and its context."""
-    answer = ask(gateway, "writer", asked, handoff={"save": True})
+    answer = ask(gateway, "slow", asked, handoff={"save": True})
     before, said = ids(answer)
     return once_saved(gateway, told(answer)), [*before, *said]
 
 
-@pytest.mark.parametrize("engine", ["reader", "writer"])
+@pytest.mark.parametrize("engine", ["reader", "slow"])
 def test_a_thought_is_joined_exactly_with_what_others_read(
     gateway: RealGateway, reference: Reference, engine: str
 ) -> None:
@@ -255,7 +253,7 @@ def test_a_thought_behind_another_context_is_refused(gateway: RealGateway) -> No
     for join in ("exact", "moved"):
         handoff = {"from": [second["id"], first["id"]], "join": join}
         with gateway.client() as client:
-            body = {"model": "writer", "prompt": "a", "handoff": handoff}
+            body = {"model": "slow", "prompt": "a", "handoff": handoff}
             refused = client.post("/v1/completions", json=body)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "handoff.from[1]")
         assert "latent steps" in refused.json()["error"]["message"]
