@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from pathlib import Path
 import httpx._transports.default  # by its name: there is no other door to the context of a client without one
 import pytest
 import structlog
+from engine import geo_models
 from support.archives import Archive, archive_server
 from support.gateways import FakeGateway, RealGateway, run_fake
 from support.made_models import make_models
@@ -21,10 +23,14 @@ from support.raster_host import RasterHost
 from support.wheel_environment import CPU_LOCK, TORCH_LOCK, WheelEnvironment, build
 
 from baton.admission.api_keys import create_key
+from baton.config.settings import load_settings
 from baton.engines.fake.engine import FakeEngine
+from baton.models.store import ModelStore
 
 ENGINE_TESTS = Path(__file__).parent / "engine"
-SHARED_GATEWAYS = ("real_gateway", "tiny_gateway", "relay_gateway", "geo_gateway")
+SHARED_GATEWAYS = ("real_gateway", "tiny_gateway", "relay_gateway", "geo_gateway", "vision_gateway")
+TOGETHER = ("/seams/", "/tests/plain/")
+"""Folders whose files run in one process: what vLLM imports on its first use, and plain vLLM's servers, are had once."""
 LAST_USERS: pytest.StashKey[dict[str, pytest.Item]] = pytest.StashKey()
 
 
@@ -66,13 +72,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """Give all files that name a shared gateway to one process of pytest-xdist, and the seams; the others file by file."""
+    """Give all files that name a shared gateway to one process of pytest-xdist, and some folders; the others file by file."""
     from xdist.scheduler import LoadScopeScheduling  # where the tests run in one process it is not needed
 
     @functools.cache
     def group(file: str) -> str:
-        if "/seams/" in file:  # what vLLM imports on its first use, it imports once
-            return "seams"
+        if folder := next((folder for folder in TOGETHER if folder in f"/{file}"), None):
+            return folder
         text = (config.rootpath / file).read_text()
         return next((name for name in SHARED_GATEWAYS if name in text), file)
 
@@ -178,6 +184,9 @@ def tiny_gateway(
 def relay_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The settings of `relay_gateway`; its store lies in the folder beside them."""
     folder = tmp_path_factory.mktemp("relay")
+    look = ModelStore(load_settings().models_folder).resolve("look-tiny")
+    shutil.copytree(look, folder / "other-look")
+    (folder / "other-look" / "README.md").write_text("A fine-tune, as far as anybody knows.")
     text = (ENGINE_TESTS / "relay_engines.toml").read_text()
     (folder / "baton.toml").write_text(text.format(folder=folder))
     return folder / "baton.toml"
@@ -185,7 +194,10 @@ def relay_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def relay_gateway(relay_config: Path) -> Iterator[RealGateway]:
-    """`baton serve` with three engines that hand over, on SmolLM2's real weights in fp32."""
+    """`baton serve` with three engines that hand over and take latent steps, on SmolLM2's real weights in fp32.
+
+    And two of another model under two names, with the same weights: no KV may cross between these.
+    """
     path = {"PYTHONPATH": joined(ENGINE_TESTS)}  # where the slow connector is
     with RealGateway(["--config", str(relay_config)], relay_config.parent, path) as gateway:
         gateway.wait_until_ready()
@@ -197,8 +209,7 @@ def geo_folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Pa
     """Where `geo_gateway` has its models, its classic plugin, its platform and the rasters it may read."""
     folder = tmp_path_factory.mktemp("geo")
     (folder / "text").symlink_to(tiny_model)
-    made = [sys.executable, str(ENGINE_TESTS / "geo_models.py"), str(folder / "rgb"), "RED,GREEN,BLUE"]
-    subprocess.run(made, check=True, capture_output=True)
+    geo_models.make(folder / "rgb", ("RED", "GREEN", "BLUE"))
     plugins = [str(Path(__file__).parent / "plugins" / name) for name in ("classic_echo", "house_platform")]
     options = ["--no-deps", "--no-build-isolation", "--no-index", "--target", str(folder / "packages")]
     subprocess.run(

@@ -1,9 +1,8 @@
-"""Random geospatial models for tests that need a real engine but no real answers: `geo_models.py FOLDER BANDS`."""
+"""Random geospatial models for tests that need a real engine but no real answers."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 TILE, OVERLAP = 64, 8
@@ -53,9 +52,10 @@ def make(folder: Path, bands: tuple[str, ...]) -> None:
 
     from baton_geo.prithvi import PrithviConfig, PrithviSegmenter
 
-    torch.manual_seed(len(bands))
     described = config(bands)
-    model = PrithviSegmenter(PrithviConfig.from_hf(described))
+    with torch.random.fork_rng():
+        torch.manual_seed(len(bands))
+        model = PrithviSegmenter(PrithviConfig.from_hf(described))
     for name, parameter in model.head.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.zeros_(parameter)  # or one class would win nearly everywhere
@@ -64,7 +64,3 @@ def make(folder: Path, bands: tuple[str, ...]) -> None:
     save_file(
         {name: value.contiguous() for name, value in model.state_dict().items()}, folder / "model.safetensors"
     )
-
-
-if __name__ == "__main__":
-    make(Path(sys.argv[1]), tuple(sys.argv[2].split(",")))

@@ -5,18 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import anthropic
 import httpx
 import openai
 import pytest
-from support.gateways import READY_WITHIN_S, RealGateway
+from support.gateways import RealGateway
+from support.offline_engines import completed
 
 from baton.config.settings import load_settings
 from baton.models.store import ModelStore
@@ -378,20 +376,9 @@ def test_no_request_left_a_traceback_or_its_words_in_the_log(real_gateway: RealG
             assert json.loads(line)["event"]
 
 
-@pytest.fixture(scope="module")
-def plain_vllm(tmp_path_factory: pytest.TempPathFactory, real_gateway: RealGateway) -> dict[str, Any]:
-    """Plain vLLM's own server on the same weights, asked the same."""
-    folder = ModelStore(load_settings().models_folder).resolve("smollm2")
-    out = tmp_path_factory.mktemp("plain") / "answers.json"
-    script = Path(__file__).parent / "plain_vllm.py"
-    command = [sys.executable, str(script), folder, str(out)]
-    subprocess.run(command, input=json.dumps(PROMPTS), text=True, check=True, timeout=READY_WITHIN_S)
-    loaded: dict[str, Any] = json.loads(out.read_text())
-    return loaded
-
-
-def test_greedy_output_equals_plain_vllm_s(real_gateway: RealGateway, plain_vllm: dict[str, Any]) -> None:
-    for prompt in PROMPTS:
+def test_greedy_output_equals_plain_vllm_s(real_gateway: RealGateway) -> None:
+    expected = completed(ModelStore(load_settings().models_folder).resolve("smollm2"), PROMPTS)
+    for prompt, (text, token_ids) in zip(PROMPTS, expected, strict=True):
         sent = {
             "model": "smollm2-fp32",
             "prompt": prompt,
@@ -400,5 +387,5 @@ def test_greedy_output_equals_plain_vllm_s(real_gateway: RealGateway, plain_vllm
             "return_token_ids": True,
         }
         answer = httpx.post(f"{real_gateway.url}/v1/completions", json=sent, timeout=60).json()
-        assert answer["choices"][0]["token_ids"] == plain_vllm[prompt]["token_ids"]
-        assert answer["choices"][0]["text"] == plain_vllm[prompt]["text"]
+        assert answer["choices"][0]["token_ids"] == token_ids
+        assert answer["choices"][0]["text"] == text

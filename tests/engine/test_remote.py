@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from support.beside_vllm import VllmServer
+from support.beside_vllm import ONE_PROCESS, VllmServer
 from support.gateways import RealGateway
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
@@ -23,8 +23,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RealGatewa
     """A gateway whose one engine is `vllm serve` with a key, and that server."""
     folder = tmp_path_factory.mktemp("plain")
     (folder / "key").write_text("the-key-of-vllm")
-    server = VllmServer(folder)
-    server._environment["VLLM_API_KEY"] = "the-key-of-vllm"
+    words, environment = ONE_PROCESS
+    server = VllmServer(folder, words, environment | {"VLLM_API_KEY": "the-key-of-vllm"})
     near = folder / "near"
     near.mkdir()
     with server:

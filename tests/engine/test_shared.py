@@ -1,15 +1,21 @@
 """Two gateways with stores of their own, as on two machines, share handoffs through a real Valkey.
 
-The second has an engine that the first answers for, too.
+The second has an engine that the first answers for, too; the first archives what is pinned in a real S3 server.
 """
 
 from __future__ import annotations
 
+import shutil
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
+from support.archives import BUCKET, WEED, Archive, archive_server, with_s3
 from support.gateways import RealGateway
-from support.relays import DOCUMENT, Served, ask, ids, once_saved, relay_there_and_back, told
+from support.relays import DOCUMENT, Served, ask, cached, ids, once_saved, relay_there_and_back, told
 from support.shared_gateways import gateways_over
 from support.shared_stores import BINARIES, StoreServer, store_server
 
@@ -18,6 +24,17 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(BINARIES["valkey"] is None, reason="no valkey-server is installed"),
 ]
+ARCHIVING = Path(__file__).with_name("archive_engines.toml")
+
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Archive | None]:
+    """An S3 server that a test may kill, where one is installed."""
+    if WEED is None:
+        yield None
+        return
+    with archive_server(tmp_path_factory.mktemp("s3") / "s3") as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -28,10 +45,18 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreServer]:
 
 @pytest.fixture(scope="module")
 def gateways(
-    server: StoreServer, tmp_path_factory: pytest.TempPathFactory
+    server: StoreServer, s3: Archive | None, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[RealGateway, RealGateway]]:
     folder = tmp_path_factory.mktemp("gateways")
-    with gateways_over(server.url, folder, elsewhere=True) as (one, two):
+    archive = {
+        f"BATON_HANDOFFS__ARCHIVE{name}": value
+        for name, value in (
+            (("", f"s3://{BUCKET}/baton"), ("_ENDPOINT", s3.endpoint), ("_KEY_FILE", str(s3.key_file)))
+            if s3 is not None
+            else ()
+        )
+    }
+    with gateways_over(server.url, folder, elsewhere=True, first=archive) as (one, two):
         yield one, two
 
 
@@ -95,6 +120,72 @@ def test_what_another_machine_deletes_is_gone(gateways: tuple[RealGateway, RealG
         assert client.get(f"/v1/handoffs/{saved['id']}").status_code == 404
 
 
+@contextmanager
+def archiving(folder: Path, archive: Archive) -> Iterator[RealGateway]:
+    """A gateway with an archive alone, that starts with whatever is in its folder."""
+    folder.mkdir(exist_ok=True)
+    secret, config = folder.parent / "secret", folder / "baton.toml"
+    secret.write_text("the secret that outlives all of these machines")
+    config.write_text(
+        ARCHIVING.read_text().format(
+            folder=folder, bucket=BUCKET, endpoint=archive.endpoint, key=archive.key_file, secret=secret
+        )
+    )
+    with RealGateway(["--config", str(config)], folder) as running:
+        running.wait_until_ready()
+        yield running
+
+
+def saved_in_the_archive(running: RealGateway, archive: Archive) -> dict[str, Any]:
+    """Save a pinned handoff, and wait until the archive has it."""
+    saved = once_saved(running, told(ask(running, "smollm2", DOCUMENT, handoff={"save": {"pin": True}})))
+    assert saved["pin"] is True
+    deadline = time.monotonic() + 60
+    with running.client() as client:
+        while not client.get(f"/v1/handoffs/{saved['id']}").json()["archived"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    assert len(archive.names("records")) == 1
+    return saved
+
+
+def require_loaded(relayed: dict[str, Any], saved: dict[str, Any], here: dict[str, Any]) -> None:
+    """Require that all but one token came from the handoff, and the answer is the one that it gave before."""
+    source = told(relayed)["source"]
+    assert (source["outcome"], source["loaded_tokens"]) == ("loaded", saved["tokens"] - 1)
+    assert cached(relayed) == saved["tokens"] - 1
+    assert ids(relayed) == ids(here)
+
+
+@with_s3
+@pytest.mark.fault("C16")
+def test_b_loads_from_the_archive_what_its_machine_has_lost(
+    gateways: tuple[RealGateway, RealGateway], server: StoreServer, s3: Archive
+) -> None:
+    """Nor has the shared store it any more; then the archive is lost, for as long as these gateways run."""
+    running, _ = gateways
+    saved = saved_in_the_archive(running, s3)
+    here = ask(running, "smollm2", " In the end", handoff={"from": saved["id"]})
+    assert told(here)["source"]["outcome"] == "loaded"
+    store = running.output.parent / "store"
+    for folder in ("entries", "records"):
+        for each in (path for path in (store / folder).rglob("*") if path.is_file()):
+            each.unlink()
+    server.client.flushall()
+    relayed = ask(running, "smollm2", " In the end", handoff={"from": saved["id"]})
+    require_loaded(relayed, saved, here)
+    assert list((store / "entries").rglob("*.kv"))  # it is on the machine again
+    plain = ask(running, "smollm2", ids(relayed)[0])
+    assert (ids(relayed)[1], cached(plain)) == (ids(plain)[1], 0)
+    s3.kill()
+    again = ask(running, "smollm2", " In the end", handoff={"from": saved["id"]})
+    assert told(again)["source"]["outcome"] == "loaded"
+    with running.client() as client:
+        unknown = client.get("/v1/handoffs/" + "x" * 32)
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (503, "handoff_store_unavailable")
+    assert "archive" in unknown.json()["error"]["message"]
+
+
 def test_a_store_that_hangs_or_is_lost_costs_no_answer(
     gateways: tuple[RealGateway, RealGateway], server: StoreServer
 ) -> None:
@@ -114,3 +205,18 @@ def test_a_store_that_hangs_or_is_lost_costs_no_answer(
         answer = client.get("/v1/handoffs/" + "x" * 32)
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "handoff_store_unavailable")
     assert answer.headers["Retry-After"]
+
+
+@with_s3
+@pytest.mark.chaos
+def test_b_loads_from_the_archive_what_a_saved_on_a_machine_that_is_no_more(tmp_path: Path) -> None:
+    with archive_server(tmp_path / "s3") as archive:
+        with archiving(tmp_path / "machine", archive) as first:
+            saved = saved_in_the_archive(first, archive)
+            here = ask(first, "smollm2", " In the end", handoff={"from": saved["id"]})
+        shutil.rmtree(tmp_path / "machine")
+        with archiving(tmp_path / "machine", archive) as second:
+            began = time.monotonic()
+            relayed = ask(second, "smollm2", " In the end", handoff={"from": saved["id"]})
+            assert time.monotonic() - began < 60
+            require_loaded(relayed, saved, here)

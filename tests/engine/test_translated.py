@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,52 +9,14 @@ from support import pictures
 from support.gateways import RealGateway
 from support.relays import ask, cached, ids, once_saved, told
 
-from baton.config.settings import load_settings
-from baton.models.store import ModelStore
-
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
-SETTINGS = """
-[handoffs]
-auto = "off"
-store = "file:{folder}/store"
-
-[[engines]]
-name = "x"
-model = "smollm2"
-handoff = true
-kv_cache_memory = "128MiB"
-args = {{ dtype = "float32", max_model_len = 2048, block_size = 32 }}
-
-[[engines]]
-name = "y"
-model = "look-tiny"
-handoff = true
-kv_cache_memory = "128MiB"
-args = {{ dtype = "float32", max_model_len = 2048, block_size = 32, enable_prefix_caching = false }}
-
-[[engines]]
-name = "z"
-model = "{folder}/other-look"
-handoff = true
-translate = true
-kv_cache_memory = "128MiB"
-args = {{ dtype = "float32", max_model_len = 2048, block_size = 32, enable_prefix_caching = false }}
-"""
 LISTS = ("three birds", "four rivers")
 TEXT = "You compare cities. " + " ".join(f"Rome has {number * 37 % 101} bridges." for number in range(40))
 
 
 @pytest.fixture(scope="module")
-def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealGateway]:
-    """Three models, of which two have the same weights under other names: no KV may cross between these."""
-    folder = tmp_path_factory.mktemp("translated")
-    look = ModelStore(load_settings().models_folder).resolve("look-tiny")
-    shutil.copytree(look, folder / "other-look")
-    (folder / "other-look" / "README.md").write_text("A fine-tune, as far as anybody knows.")
-    (folder / "baton.toml").write_text(SETTINGS.format(folder=folder))
-    with RealGateway(["--config", str(folder / "baton.toml")], folder) as started:
-        started.wait_until_ready()
-        yield started
+def gateway(relay_gateway: RealGateway) -> RealGateway:
+    return relay_gateway
 
 
 def chat(gateway: RealGateway, model: str, messages: list[Any], **handoff: Any) -> dict[str, Any]:
@@ -74,12 +34,12 @@ def of_chat(answer: dict[str, Any]) -> tuple[list[int], list[int]]:
 
 
 def test_a_text_is_computed_once_and_loaded_from_then_on(gateway: RealGateway) -> None:
-    left = once_saved(gateway, told(ask(gateway, "x", TEXT, handoff={"save": True})))
-    first = ask(gateway, "y", " So", handoff={"from": left["id"], "translate": True})
-    assert ids(first) == ids(ask(gateway, "y", ids(first)[0]))
+    left = once_saved(gateway, told(ask(gateway, "writer", TEXT, handoff={"save": True})))
+    first = ask(gateway, "look", " So", handoff={"from": left["id"], "translate": True})
+    assert ids(first) == ids(ask(gateway, "look", ids(first)[0]))
     source = told(first)["source"]
-    assert (source["outcome"], source["from_model"], source["id"]) == ("translated", "x", left["id"])
-    again = ask(gateway, "y", " So", handoff={"from": left["id"], "translate": True})
+    assert (source["outcome"], source["from_model"], source["id"]) == ("translated", "writer", left["id"])
+    again = ask(gateway, "look", " So", handoff={"from": left["id"], "translate": True})
     assert ids(again) == ids(first)
     source = told(again)["source"]
     assert (source["outcome"], source["computed_tokens"]) == ("loaded", 0)
@@ -89,26 +49,26 @@ def test_a_text_is_computed_once_and_loaded_from_then_on(gateway: RealGateway) -
 
 def test_a_chat_is_what_the_other_model_is_given_directly(gateway: RealGateway) -> None:
     asked = {"role": "user", "content": "What is the capital of France?"}
-    answer = chat(gateway, "x", [asked], save=True)
+    answer = chat(gateway, "writer", [asked], save=True)
     more = {"role": "user", "content": "And of Spain?"}
-    translated = chat(gateway, "y", [more], **{"from": answer["handoff"]["id"], "translate": True})
+    translated = chat(gateway, "look", [more], **{"from": answer["handoff"]["id"], "translate": True})
     said = {"role": "assistant", "content": answer["choices"][0]["message"]["content"]}
-    assert of_chat(translated) == of_chat(chat(gateway, "y", [asked, said, more]))
+    assert of_chat(translated) == of_chat(chat(gateway, "look", [asked, said, more]))
     assert translated["handoff"]["source"]["outcome"] == "translated"
 
 
 def test_images_go_along_to_a_model_that_takes_them_and_kv_never_does(gateway: RealGateway) -> None:
     picture = pictures.part_of(pictures.file_of(pictures.image(32, 32)))
     asked = {"role": "user", "content": [picture, {"type": "text", "text": "What colour is this?"}]}
-    left = chat(gateway, "y", [asked], save=True)
+    left = chat(gateway, "look", [asked], save=True)
     more = {"role": "user", "content": "And what shape?"}
-    translated = chat(gateway, "z", [more], **{"from": left["handoff"]["id"]})
+    translated = chat(gateway, "other-look", [more], **{"from": left["handoff"]["id"]})
     said = {"role": "assistant", "content": left["choices"][0]["message"]["content"]}
-    assert of_chat(translated) == of_chat(chat(gateway, "z", [asked, said, more]))
+    assert of_chat(translated) == of_chat(chat(gateway, "other-look", [asked, said, more]))
     source = translated["handoff"]["source"]
-    assert (source["outcome"], source["from_model"]) == ("translated", "y")
+    assert (source["outcome"], source["from_model"]) == ("translated", "look")
     assert source["computed_tokens"] == source["tokens"], "their weights may be the same: nobody knows"
-    body = {"model": "x", "prompt": "a", "handoff": {"from": left["handoff"]["id"], "translate": True}}
+    body = {"model": "writer", "prompt": "a", "handoff": {"from": left["handoff"]["id"], "translate": True}}
     with gateway.client() as client:
         refused = client.post("/v1/completions", json=body)
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "handoff_incompatible")
@@ -118,30 +78,34 @@ def test_images_go_along_to_a_model_that_takes_them_and_kv_never_does(gateway: R
 @pytest.mark.chaos
 def test_after_a_restart_joins_and_translations_are_what_they_were(gateway: RealGateway) -> None:
     left = [
-        once_saved(gateway, told(ask(gateway, "x", TEXT + f" Agent {number}.\n" * 9, handoff={"save": True})))
+        once_saved(
+            gateway, told(ask(gateway, "writer", TEXT + f" Agent {number}.\n" * 9, handoff={"save": True}))
+        )
         for number in range(3)
     ]
     names = [each["id"] for each in left]
-    exact = ask(gateway, "x", " So", handoff={"from": names})
-    moved = ask(gateway, "x", " So", handoff={"from": names, "join": "moved", "save": True})
+    exact = ask(gateway, "writer", " So", handoff={"from": names})
+    moved = ask(gateway, "writer", " So", handoff={"from": names, "join": "moved", "save": True})
     blend = once_saved(gateway, told(moved))
-    made = told(ask(gateway, "y", " So", handoff={"from": names[0], "translate": True}))["source"]
-    chats = [chat(gateway, "x", [{"role": "user", "content": f"Name {what}."}], save=True) for what in LISTS]
+    made = told(ask(gateway, "look", " So", handoff={"from": names[0], "translate": True}))["source"]
+    chats = [
+        chat(gateway, "writer", [{"role": "user", "content": f"Name {what}."}], save=True) for what in LISTS
+    ]
     talks, last = [each["handoff"]["id"] for each in chats], [{"role": "user", "content": "Which is best?"}]
-    whole = of_chat(chat(gateway, "x", last, **{"from": talks}))
+    whole = of_chat(chat(gateway, "writer", last, **{"from": talks}))
     gateway.restart()
     with gateway.client() as client:
-        ahead = client.post("/v1/handoffs", json={"model": "x", "from": talks}).raise_for_status().json()
+        ahead = client.post("/v1/handoffs", json={"model": "writer", "from": talks}).raise_for_status().json()
     ahead = once_saved(gateway, ahead)
-    assert of_chat(chat(gateway, "x", last, **{"from": ahead["id"]})) == whole
-    again = ask(gateway, "x", " So", handoff={"from": names})
+    assert of_chat(chat(gateway, "writer", last, **{"from": ahead["id"]})) == whole
+    again = ask(gateway, "writer", " So", handoff={"from": names})
     assert ids(again) == ids(exact)
     assert told(again)["source"]["parts"][0]["loaded_tokens"] >= left[0]["tokens"] - 1
     with gateway.client() as client:
         assert client.get(f"/v1/handoffs/{blend['id']}").json()["exact"] is False
-    heir = told(ask(gateway, "x", " And", handoff={"from": blend["id"], "save": True}))
+    heir = told(ask(gateway, "writer", " And", handoff={"from": blend["id"], "save": True}))
     assert (heir["source"]["exact"], heir["exact"]) == (False, False)
-    assert ids(ask(gateway, "x", " So", handoff={"from": names, "join": "moved"})) == ids(moved)
-    source = told(ask(gateway, "y", " So", handoff={"from": names[0], "translate": True}))["source"]
+    assert ids(ask(gateway, "writer", " So", handoff={"from": names, "join": "moved"})) == ids(moved)
+    source = told(ask(gateway, "look", " So", handoff={"from": names[0], "translate": True}))["source"]
     assert (source["translated_id"], source["computed_tokens"]) == (made["translated_id"], 0)
     assert source["outcome"] == "loaded"

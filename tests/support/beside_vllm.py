@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import httpx
@@ -19,14 +20,20 @@ from baton.models.store import ModelStore
 from support.gateways import READY_WITHIN_S, RealGateway
 
 QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TORCHDYNAMO_DISABLE": "1"}
+ONE_PROCESS = ["--distributed-executor-backend", "uni"], {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+"""Words and environment for the model in the core's process, as Baton has it: a third would import vLLM again."""
 
 
 class VllmServer(RealGateway):
     """`vllm serve`, on a free port, with the engine settings that Baton has by itself on a CPU."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self, folder: Path, words: Sequence[str] = (), environment: Mapping[str, str] | None = None
+    ) -> None:
         cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-        super().__init__([], folder, QUIET | {"VLLM_CPU_OMP_THREADS_BIND": cores})
+        super().__init__(
+            list(words), folder, QUIET | {"VLLM_CPU_OMP_THREADS_BIND": cores} | dict(environment or {})
+        )
         with socket.create_server(("127.0.0.1", 0)) as free:
             self._port = free.getsockname()[1]
 
@@ -35,7 +42,8 @@ class VllmServer(RealGateway):
         server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         where = ["--host", "127.0.0.1", "--port", str(self._port)]
         engine = ["--max-model-len", "2048", "--enforce-eager", "--kv-cache-memory-bytes", str(512 * 2**20)]
-        return [*server, *where, "--model", model, "--served-model-name", "smollm2", *engine]
+        words = ["--model", model, "--served-model-name", "smollm2", *engine, *self._arguments]
+        return [*server, *where, *words]
 
     def wait_until_ready(self) -> None:
         self.url = f"http://127.0.0.1:{self._port}"

@@ -50,9 +50,10 @@ def refused(answer: httpx.Response) -> dict[str, Any]:
 
 
 def metric(gateway: RealGateway, name: str) -> float:
+    """Sum what the engine `look` counts under a name."""
     with gateway.client() as client:
         page = client.get("/metrics").text
-    found = re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", page, re.MULTILINE)
+    found = re.findall(rf'^{re.escape(name)}{{[^}}]*"look"[^}}]*}} (\S+)$', page, re.MULTILINE)
     return sum(map(float, found))
 
 

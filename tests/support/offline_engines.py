@@ -1,4 +1,4 @@
-"""Plain vLLM engines with the connector, each in a process of its own, for tests to ask."""
+"""Plain vLLM engines, each in a process of its own, for tests to ask."""
 
 from __future__ import annotations
 
@@ -114,6 +114,18 @@ class OfflineEngine:
             return self._questions.recv()
         except EOFError:
             raise AssertionError(f"the engine ended:\n{self._log.read_text()[-3000:]}") from None
+
+
+def completed(model: str, prompts: list[str]) -> list[tuple[str, list[int]]]:
+    """What plain vLLM, without anything of Baton's, says after prompts: texts and token ids."""
+    answers, theirs = multiprocessing.Pipe(duplex=False)
+    process = forks().Process(target=offline_vllm.complete, args=(theirs, model, prompts))
+    process.start()
+    theirs.close()
+    said: list[tuple[str, list[int]]] = answers.recv()
+    process.join(60)
+    assert process.exitcode == 0
+    return said
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

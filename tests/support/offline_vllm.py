@@ -1,4 +1,4 @@
-"""Plain vLLM, offline, with the connector: what a process of `OfflineEngine` does."""
+"""Plain vLLM, offline: with the connector, what a process of `OfflineEngine` does, and without it."""
 
 from __future__ import annotations
 
@@ -82,6 +82,26 @@ def serve(questions: Connection, log: str, model: str, store: str, given: dict[s
         told = {"answers": [_told(output) for output in outputs]}
         told |= {name: counts[name] - before[name] for name in counts}
         questions.send(told)
+
+
+def complete(answers: Connection, model: str, prompts: list[str]) -> None:
+    """Send what vLLM by itself says after some prompts, one at a time, in fp32 and greedily: texts and token ids."""
+    os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        model=model,
+        dtype="float32",
+        distributed_executor_backend="uni",
+        max_model_len=2048,
+        enforce_eager=True,
+        kv_cache_memory_bytes=256 * 1024 * 1024,
+    )
+    greedy = SamplingParams(max_tokens=24, temperature=0)
+    said = [llm.generate(prompt, greedy, use_tqdm=False)[0].outputs[0] for prompt in prompts]
+    answers.send([(each.text, list(each.token_ids)) for each in said])
 
 
 def _counts(llm: object) -> dict[str, int]:

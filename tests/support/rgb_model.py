@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
-from subprocess import run
 
 import torch
+from engine.geo_models import make
 from safetensors.torch import load_file, save_file
 
 from baton_geo.prithvi import PrithviConfig, PrithviSegmenter, load, read_checkpoint
 from support.rasters import RGB
 
-MAKER = Path(__file__).parents[1] / "engine" / "geo_models.py"
 GAIN = 4
 
 
 def make_rgb(folder: Path) -> None:
     """A model of three bands that gives each of its three classes a good part of any scene."""
-    run([sys.executable, str(MAKER), str(folder), ",".join(RGB)], check=True, capture_output=True)
+    make(folder, RGB)
     spread(folder)
 
 

@@ -21,7 +21,7 @@ handoff = true
 
 @contextmanager
 def gateways_over(
-    url: str, folder: Path, more: str = "", *, elsewhere: bool = False
+    url: str, folder: Path, more: str = "", *, elsewhere: bool = False, first: dict[str, str] | None = None
 ) -> Iterator[list[RealGateway]]:
     """Start two gateways, one after the other, since both use the same cores.
 
@@ -30,6 +30,7 @@ def gateways_over(
         folder: for their stores and logs.
         more: settings at the top of their files.
         elsewhere: whether the second has an engine `there` too, which the first answers for.
+        first: environment of the first alone.
     """
     secret = folder / "secret"
     secret.write_text("the secret that both of these gateways have")
@@ -43,7 +44,8 @@ def gateways_over(
             if elsewhere and made:
                 text += ELSEWHERE.format(url=made[0].url)
             config.write_text(more + text)
-            gateway = stack.enter_context(RealGateway(["--config", str(config)], place))
+            environment = None if made else first
+            gateway = stack.enter_context(RealGateway(["--config", str(config)], place, environment))
             gateway.wait_until_ready()
             made.append(gateway)
         yield made

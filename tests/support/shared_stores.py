@@ -159,7 +159,7 @@ class Machine:
     def exchanges(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         """The exchanges with the shared store from now on, each added as it ends, by operation."""
         ended: list[str] = []
-        ask = self.storage.connection.ask
+        ask = self.pool.connection.ask
 
         def noted(operation: str, work: Callable[[Any], Any]) -> Any:
             try:
@@ -167,7 +167,7 @@ class Machine:
             finally:
                 ended.append(operation)
 
-        monkeypatch.setattr(self.storage.connection, "ask", noted)
+        monkeypatch.setattr(self.pool.connection, "ask", noted)
         return ended
 
     def read(self, key: str, part: int | None = None) -> bytes:

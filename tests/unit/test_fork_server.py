@@ -34,7 +34,8 @@ TIMEOUT = 60
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkServer]:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-    with ForkServer(("no_such_module", "colorsys"), {"OF_THE_SERVER": "1"}) as running:
+    modules = ("no_such_module", "colorsys", __name__)  # each child imports this one otherwise
+    with ForkServer(modules, {"OF_THE_SERVER": "1"}) as running:
         yield running
 
 

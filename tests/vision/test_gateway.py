@@ -5,11 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -20,37 +16,14 @@ from support.gateways import RealGateway
 from support.look_requests import ask, body_of, file, filler, image, metric, refused, said, text
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
-MAKE = "import sys, pathlib; sys.path.insert(0, sys.argv[1]); import tiny_vision; "
-MAKE += "tiny_vision.make_llava(pathlib.Path(sys.argv[2]))"
 LENGTH = 256
+"""Of the engine `look`, in engines.toml."""
 IMAGE_TOKENS = 9
-SETTINGS = """
-log_format = "json"
-[images]
-count = 8
-[[engines]]
-name = "look"
-model = "{folder}/model"
-kv_cache_memory = "64MiB"
-[engines.args]
-max_model_len = {length}
-dtype = "float32"
-limit_mm_per_prompt = {{ image = 3 }}
-"""
 
 
 @pytest.fixture(scope="module")
-def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealGateway]:
-    """`baton serve` with a tiny random LLaVA."""
-    folder = tmp_path_factory.mktemp("vision")
-    (folder / "model").mkdir()
-    here = str(Path(__file__).parent)
-    command = [sys.executable, "-c", MAKE, here, str(folder / "model")]
-    subprocess.run(command, check=True, capture_output=True)
-    (folder / "baton.toml").write_text(SETTINGS.format(folder=folder, length=LENGTH))
-    with RealGateway(["--config", str(folder / "baton.toml")], folder) as running:
-        running.wait_until_ready()
-        yield running
+def gateway(vision_gateway: RealGateway) -> RealGateway:
+    return vision_gateway
 
 
 @pytest.fixture(scope="module")

@@ -8,21 +8,17 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 from support.gateways import RealGateway
 from support.image_relays import CHAT, TEXT, Answer, Eyes, Seer
 from support.noise import part, picture, user
-from vision.tiny_vision import make_llava
 
 from baton.images.client_image import ClientImage
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
-CONFIG = Path(__file__).with_name("relay_engines.toml")
 ENGINES = ("reader", "writer")
 WORDS = [
     "a",
@@ -46,13 +42,9 @@ WORDS = [
 
 
 @pytest.fixture(scope="module")
-def eyes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Eyes]:
-    folder = tmp_path_factory.mktemp("eyes")
-    make_llava(folder / "model")
-    (folder / "baton.toml").write_text(CONFIG.read_text().format(folder=folder))
-    with RealGateway(["--config", str(folder / "baton.toml")], folder) as gateway:
-        gateway.wait_until_ready()
-        yield Eyes(gateway, Seer(folder / "model"), folder / "store")
+def eyes(vision_gateway: RealGateway) -> Eyes:
+    folder = vision_gateway.output.parent
+    return Eyes(vision_gateway, Seer(folder / "model"), folder / "store")
 
 
 class Cases:
