@@ -80,8 +80,6 @@ def prepare_fleet(
     """Build the engines of the settings, without starting them; imports vLLM, if one runs here: seconds.
 
     Args:
-        settings: the settings.
-        progress: shows what is done.
         reaper: kills the engines' processes when this process ends.
         tenants: whether several tenants share the engines.
         last_words: returns the cause that a dead engine process printed, if one can be found.

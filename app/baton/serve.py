@@ -72,7 +72,6 @@ def listen(host: str, port: int, option: str) -> socket.socket:
     """Open a port before anything slow, so that a taken port is reported at once.
 
     Args:
-        host: the address.
         port: the port; 0 picks a free one.
         option: the option or setting of the port, for the message.
 

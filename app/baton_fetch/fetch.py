@@ -65,7 +65,6 @@ class Fetcher:
     """Fetches files; many requests may use it at once.
 
     Args:
-        seconds: time limit for one file, including redirects.
         tls: context with the trusted certificates; None for the usual authorities.
     """
 

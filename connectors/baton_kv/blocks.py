@@ -120,7 +120,6 @@ class KVBlocks:
             may be split into several rows (kernel blocks), one after the other.
         count: number of blocks in the pool; None takes the first tensor's first dimension.
         shard: the heads that this rank holds; None for all heads, without tensor parallelism.
-        groups: the model's cache groups.
         group_of: index of each layer's cache group; None: all are in the first.
 
     Attributes:

@@ -28,8 +28,6 @@ class Entry:
     """An open entry whose description, token ids and chunk digests are verified; slabs are verified as read.
 
     Args:
-        reader: the open file.
-        key: the key under which it was opened.
         secret: the store's secret, 32 bytes.
         part: its index among the parts of the entry that is loaded, which exceptions name; None: it is that
             entry.
@@ -87,8 +85,6 @@ class Entry:
         """Read and verify the chunks of some heads in one run; return their bytes, head by head.
 
         Args:
-            layer: index of the layer.
-            index: index of the run.
             heads: numbers of the KV heads in the whole model; None for all.
             buffer: memory to read into, at least as long as these chunks; None allocates it.
 
@@ -154,7 +150,6 @@ def write_share(
         draft: the entry's file, which other ranks write too.
         description: the entry's description, the same for all ranks.
         heads: returns the heads of a layer that this rank writes; each head is written by exactly one rank.
-        slabs: reads slabs.
         secret: the store's secret, 32 bytes.
     """
     layout = EntryLayout(description)

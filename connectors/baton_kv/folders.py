@@ -32,7 +32,6 @@ def make_folder(path: Path, *, name: str | None = None, within: int | None = Non
     """Create a folder with mode 0700 if it is missing, and check that only this user may access it.
 
     Args:
-        path: path of the folder.
         name: name of the folder in `within`.
         within: descriptor of the parent folder; None looks up `path`.
 

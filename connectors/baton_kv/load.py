@@ -43,10 +43,8 @@ class Loader:
     """Loads entries into one rank's part of the KV cache.
 
     Args:
-        store: the store of the entries.
         secret: the store's secret, 32 bytes.
         blocks: the part of the engine's KV cache that this rank holds.
-        copies: how threads copy.
         copiers: the threads that share the copies of one load.
         given_up: the requests whose load need not be finished; others add to it.
         verify: whether to verify every chunk before it is used.

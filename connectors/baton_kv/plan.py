@@ -54,11 +54,8 @@ class LoadPlanner:
     """Plans the loads of one engine; corrupt entries that it meets are quarantined.
 
     Args:
-        store: the store of the entries.
         secret: the store's secret, 32 bytes.
-        outcomes: looks that fail are added to it.
         block_size: tokens in a block.
-        groups: the model's cache groups.
         fingerprint: fingerprint of the engine's model and its KV.
         most_computed: most tokens that one join may compute between moved ones.
     """
@@ -96,9 +93,6 @@ class LoadPlanner:
         """Plan the load of a request from the entry `key`; None: nothing can be used. Never raises.
 
         Args:
-            request_id: the engine's id of the request.
-            key: the entry that the request names.
-            wanted: the request's transfer parameters.
             prompt: token ids of the prompt.
             images: the images in the prompt, in order.
             apart: whether the request shares its KV with no other one, so that it may use moved KV.
@@ -172,7 +166,6 @@ class LoadPlanner:
         """Plan the moves of a request, up to the first one that is not possible.
 
         Args:
-            wanted: the request's transfer parameters.
             prompt: token ids of the whole context.
             images: the images in it, in order.
             begin: number of its tokens that are loaded where they were.

@@ -57,12 +57,10 @@ class SchedulerRole:
     """The connector's state in the scheduler.
 
     Args:
-        store: the store of the entries.
         secret: the store's secret, 32 bytes.
         fingerprint: fingerprint of this engine's model and its KV.
         block_size: tokens in a block.
         ranks: number of tensor-parallel ranks, each of which does every job.
-        groups: the model's cache groups.
         held_blocks: number of different blocks that saves may keep from other requests.
         most_computed: most tokens that one join may compute between moved ones.
     """
@@ -112,7 +110,6 @@ class SchedulerRole:
         vLLM calls this at every attempt to schedule a request, so the entry is read once and the plan cached.
 
         Args:
-            request_id: the engine's id of the request.
             params: the request's `kv_transfer_params`, not yet validated.
             prompt: token ids of the prompt.
             computed: number of tokens in the engine's prefix cache, whole blocks.
@@ -234,7 +231,6 @@ class SchedulerRole:
         """Plan the save of a finished request, if the request asked for one.
 
         Args:
-            request_id: the engine's id of the request.
             params: the request's `kv_transfer_params`.
             tokens: every token id of the context, including generated ones.
             prompt: number of prompt tokens.

@@ -91,11 +91,9 @@ class WorkerRole:
     """The connector's state in the worker.
 
     Args:
-        store: the store of the entries.
         secret: the store's secret, 32 bytes.
         blocks: the part of the engine's KV cache that this rank holds.
         verify: whether to verify every chunk before it is used.
-        rank: number of this tensor-parallel rank.
         ranks: number of ranks, all of which are given the same jobs.
     """
 

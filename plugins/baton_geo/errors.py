@@ -24,7 +24,6 @@ class GeoError(ValueError):
 
     Args:
         message: what is wrong, where, and what to do; sent to the client unchanged.
-        param: the request field at fault, if any.
     """
 
     status: ClassVar[int] = 400

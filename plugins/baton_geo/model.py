@@ -39,9 +39,6 @@ class TileShapes:
     """The shapes of the fields of a model's tiles.
 
     vLLM runs several tiles in one step, so all tiles have the same shapes.
-
-    Args:
-        tile: height and width of a tile, pixels.
     """
 
     def __init__(self, config: PrithviConfig, tile: int) -> None:
@@ -222,11 +219,9 @@ class PrithviForSegmentation(nn.Module, IsAttentionFree, SupportsMultiModal):
             input_ids: (tokens,): one per tile.
             positions: (tokens,).
             intermediate_tensors: unused; there is one pipeline stage.
-            inputs_embeds: unused.
             pixel_values: (tiles, C, T, H, W) float32, normalised; None in vLLM's dry runs.
             temporal_coords: (tiles, T, 2) [year, day of year] for models that encode time.
             location_coords: (tiles, 2) [latitude, longitude] for models that encode place.
-            kwargs: unused.
 
         Returns:
             (tiles, classes, H, W) float32 logits; in a dry run (tokens, hidden size) zeros.

@@ -59,7 +59,6 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
     Args:
         vllm_config: of the engine; the model's config.json has the card, `additional_config` the operator's
             settings.
-        renderer: unused.
 
     Raises:
         ValueError: a setting is wrong, or the model's config.json has no card.
@@ -92,7 +91,6 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
         Args:
             file: the upload; the server removes it.
             media_type: of the request; ignored.
-            query: the request's options as text.
             accept: media types the client accepts; they decide the outputs if the options have none.
 
         Raises:

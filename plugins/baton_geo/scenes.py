@@ -181,11 +181,7 @@ def _place(options: GeoOptions, info: SceneInfo) -> tuple[float, float]:
 
 
 def prompt(serial: int, pixels: NDArray[np.float32], fields: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Make vLLM's prompt for one tile.
-
-    Args:
-        pixels: (C, T, H, W) float32, normalised.
-    """
+    """Make vLLM's prompt for one tile."""
     image = {"pixel_values": torch.from_numpy(pixels), **fields}
     return {
         "prompt_token_ids": [serial],

@@ -50,7 +50,6 @@ class Batch:
         """Return the slots of the tokens before these positions, int64 `[rows]`.
 
         Args:
-            rows: indices of requests in the batch.
             positions: one position in the context for each of them, `[rows]`.
         """
         before = positions.long() - 1

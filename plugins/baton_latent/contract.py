@@ -61,7 +61,6 @@ def latent_overrides(folder: str | Path, placeholder: int | None = None) -> dict
     """Return the `hf_overrides` with which vLLM serves the model in a folder with latent steps.
 
     Args:
-        folder: folder with config.json and tokenizer.
         placeholder: token id of the placeholder; None uses `choose_placeholder`.
 
     Raises:

@@ -36,7 +36,6 @@ class LatentMemory:
 
         Args:
             kv: KV cache of any layer, `[blocks, ...]`.
-            block_size: slots in a block.
 
         Returns:
             Layers of uint8 `[blocks, bytes]`, with as many bytes a block as `kv`; as many as the seeds need.

@@ -98,7 +98,6 @@ class LatentSteps(torch.nn.Module):
         """Return the hidden states `[tokens, hidden]` of a batch with latent tokens.
 
         Args:
-            batch: the running batch.
             input_ids: token ids with padding, `[tokens]`.
             positions: positions of the tokens in their contexts, `[tokens]`.
             latent: ascending indices of the latent tokens, and of those with a mixture.

@@ -63,9 +63,6 @@ def require_proportions(width: int, height: int) -> None:
 def require_tensor(found: object, shape: Sequence[int], dtype: torch.dtype, name: str) -> None:
     """Refuse a processor's output that does not have the shape and dtype that the model takes.
 
-    Args:
-        name: what the output is, for the message.
-
     Raises:
         VLLMValidationError: `found` is not such a tensor.
     """
@@ -82,9 +79,6 @@ def require_row(token: int, vocabulary: int) -> None:
     """Refuse a model whose image token has no row in its text model's embedding.
 
     vLLM would serve it until a prompt with that token asks for `prompt_logprobs`, or contains it as text.
-
-    Args:
-        vocabulary: rows of the embedding.
 
     Raises:
         ValueError: the image token is beyond the vocabulary.

@@ -18,10 +18,6 @@ def collapse_runs(prompt: Sequence[int], token: int, length: int) -> list[int]:
 
     So a prompt may be expanded in part: a context from a handoff, followed by new text.
 
-    Args:
-        token: id of the placeholder.
-        length: placeholders of one expanded image.
-
     Example:
         >>> collapse_runs([1, 9, 9, 9, 2, 9], token=9, length=3)
         [1, 9, 2, 9]

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import pytest
 
 from baton.images.image_position import ImagePosition, with_distinct_images
-from baton.library.handoff import Handoff
-from baton.library.prefixes import BLOCK, PrefixIndex, PrefixMatch, common_tokens
+from baton.library.handoff import BLOCK, Handoff, PrefixMatch, common_tokens
+from baton.library.prefixes import PrefixIndex
 
 
 def record(tokens: Sequence[int], tenant: str = "a", weights: str = "w", **more: object) -> Handoff:

@@ -135,7 +135,7 @@ def _tenants_of(keys: list[StoredKey]) -> dict[str, str]:
 
 
 def _state(file: Path) -> tuple[int, int, int] | None:
-    """Return what changes when the file is replaced or written to."""
+    """Identify the state of the file: it changes when the file is replaced or written to."""
     try:
         found = file.stat()
     except OSError:

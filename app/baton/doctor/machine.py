@@ -42,11 +42,7 @@ DRIVERS = {12: 525, 13: 580}
 
 
 def examine_gpus(settings: Settings, command: str = "nvidia-smi") -> Iterator[Finding]:
-    """Check what engines on NVIDIA GPUs need.
-
-    Args:
-        command: the driver's tool, which lists the GPUs.
-    """
+    """Check what engines on NVIDIA GPUs need."""
     try:
         gpus = read_gpus(command)
     except NoGpu as error:

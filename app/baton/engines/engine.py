@@ -120,7 +120,6 @@ class LocalEngine(Backend, Protocol):
         Args:
             prompt: a prompt as vLLM takes it: a text, token ids, or a dict with multimodal data.
             params: vLLM's `PoolingParams`; None: the defaults for a plugin's prompt.
-            number: index of the prompt within its request.
             priority: lower is sooner.
 
         Returns:

@@ -151,7 +151,6 @@ def dtype_for(
     """Choose the dtype of one engine.
 
     Args:
-        model: folder of its weights.
         memory: bytes of memory that this machine has; None: unknown.
 
     Returns:

@@ -147,8 +147,6 @@ def did_you_mean(word: str, known: Iterable[str], *, alike: float = 0.5) -> str:
     """Return a sentence with the known name nearest to `word`, to add to a message; empty: none is near.
 
     Args:
-        word: the wrong name.
-        known: the right ones.
         alike: how near a name must be, between 0 and 1.
     """
     names = {name.lower(): name for name in known}
@@ -368,13 +366,7 @@ class RateLimited(ClientError):
 
 
 class RemoteRefusal(ClientError):
-    """The server that the request was sent on to refuses it; the client gets that server's error.
-
-    Args:
-        message: the server's.
-        status: the server's.
-        fields: of the server's error.
-    """
+    """The server that the request was sent on to refuses it; the client gets that server's error."""
 
     code = "remote_refusal"
 
@@ -492,7 +484,6 @@ class RemoteFailed(ServerError):
     """The server that the request was sent on to failed, answered what it should not, or cannot be reached.
 
     Args:
-        message: what happened.
         fields: of the error that the server sent within a stream, which the client gets.
     """
 
@@ -538,9 +529,7 @@ class RemoteBusy(ServerError):
     """The server that the request was sent on to has too much to do (503), or limits this gateway (429).
 
     Args:
-        message: what happened.
         status: 429 or 503.
-        retry_after_s: as the server says.
         fields: of its error, which the client gets; empty: it sent none.
     """
 

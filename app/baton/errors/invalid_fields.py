@@ -76,7 +76,6 @@ def invalid_field(error: ValidationError, body: Any = None) -> InvalidField:
     """Choose the field to name: the deepest, in the branch that its object says it is of.
 
     Args:
-        error: pydantic's.
         body: what was validated. Parts that are validated later than the rest are then named from its root;
             None: it is not known.
     """

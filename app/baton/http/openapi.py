@@ -153,7 +153,7 @@ def _vllm_schemas() -> dict[str, Any]:
 
 
 def install(app: FastAPI) -> None:
-    """Let `app` serve the full document at `/openapi.json`; it is written once, at the first request."""
+    """Serve the full document at `/openapi.json` of an app; it is written once, at the first request."""
     made: list[asyncio.Task[bytes]] = []
 
     @cache

@@ -222,11 +222,7 @@ def format_of(data: bytes) -> str | None:
 
 
 def is_lossy(kind: str, data: bytes) -> bool:
-    """Check whether the file's pixels are compressed with loss.
-
-    Args:
-        kind: Pillow's name of the format.
-    """
+    """Check whether the file's pixels are compressed with loss."""
     return kind == "JPEG" or (kind == "WEBP" and LOSSY_WEBP in _webp_chunks(data))
 
 

@@ -84,7 +84,6 @@ def image_parts(value: Any, dialect: Dialect, where: str = "") -> Iterator[Image
     """Yield every image of a body.
 
     Args:
-        value: the body, or a part of it.
         where: the place of `value` in the body.
 
     Raises:

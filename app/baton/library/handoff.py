@@ -8,6 +8,7 @@ import secrets
 import sys
 from array import array
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
@@ -500,3 +501,46 @@ def scope_of(tenant: str) -> str:
 def is_handoff_key(key: str) -> bool:
     """Return whether a store's key is a handoff's, not that of a plain vLLM without a gateway."""
     return len(key.partition("/")[0]) == SCOPE_LENGTH
+
+
+BLOCK = 32
+"""Tokens that one hash of `prefixes.py` covers beyond the hash before it."""
+
+
+@dataclass(frozen=True)
+class PrefixMatch:
+    """A context that shares a prefix with a prompt.
+
+    Attributes:
+        tokens: number of tokens, from the first, that they share.
+        alone: whether no other context shares as many whole blocks with the prompt.
+    """
+
+    record: Handoff
+    tokens: int
+    alone: bool
+
+    @property
+    def continues(self) -> bool:
+        """Whether the prompt goes on after the whole context, but for what a template writes at its end."""
+        return self.tokens > len(self.record.tokens) - BLOCK
+
+
+def common_tokens(tokens: Sequence[int], prompt: Sequence[int], begin: int = 0) -> int:
+    """Return the length of the longest common prefix of two sequences of token ids.
+
+    Args:
+        begin: so many, from the first, are known to be equal.
+    """
+    length = min(len(tokens), len(prompt))
+    ours, theirs = array("i", tokens[begin:length]), array("i", prompt[begin:length])
+    if ours == theirs:
+        return length
+    low, high = 0, length - begin  # the first difference is in [low, high)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if ours[low:middle] == theirs[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return begin + low

@@ -6,8 +6,8 @@ from bisect import bisect_left, insort
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
-from baton.library.handoff import Footprint, Handoff, HandoffState
-from baton.library.prefixes import BLOCK, PrefixIndex, common_tokens
+from baton.library.handoff import BLOCK, Footprint, Handoff, HandoffState, common_tokens
+from baton.library.prefixes import PrefixIndex
 
 FORGOTTEN_IDS = 10_000
 """Most ids of forgotten handoffs that are remembered, so that a late file does not bring one back."""

@@ -16,11 +16,10 @@ from baton.engines.transfers import TransferRequest
 from baton.errors import HandoffNotFound, HandoffStoreUnavailable
 from baton.images.placed_image import PlacedImage
 from baton.library.fetches import Fetches
-from baton.library.handoff import Context, Handoff, HandoffAudit, HandoffState, new_id
+from baton.library.handoff import Context, Handoff, HandoffAudit, HandoffState, PrefixMatch, new_id
 from baton.library.here.records import Others
 from baton.library.holdings import BackgroundWork, HandoffThreads, Holdings, Result
 from baton.library.index import HandoffIndex
-from baton.library.prefixes import PrefixMatch
 from baton.library.saving import Saving
 from baton.library.tiers import Tier
 from baton.library.upkeep import Upkeep
@@ -342,7 +341,6 @@ class Library:
         """Move KV away that led to another answer than computing it, and all that may be made of it.
 
         Args:
-            record: the handoff whose KV it is.
             saved: key of the entry that the request saved which loaded it; None: none.
         """
         await self._quarantine(record, saved)

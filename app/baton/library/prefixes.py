@@ -13,10 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from baton.library.handoff import Handoff
+from baton.library.handoff import BLOCK, Handoff, PrefixMatch, common_tokens
 
-BLOCK = 32
-"""Tokens that one hash covers beyond the hash before it."""
 COMPARED = 4
 """Most contexts that are compared token by token behind the last block that they share with the prompt."""
 Digest = bytes
@@ -24,25 +22,6 @@ Contexts = dict[str, Handoff]
 """Contexts by the ids of their handoffs, the oldest first."""
 Scope = tuple[str, str]
 """A tenant, and the fingerprint of the weights: contexts of other tenants and weights are never looked at."""
-
-
-@dataclass(frozen=True)
-class PrefixMatch:
-    """A context that shares a prefix with a prompt.
-
-    Attributes:
-        tokens: number of tokens, from the first, that they share.
-        alone: whether no other context shares as many whole blocks with the prompt.
-    """
-
-    record: Handoff
-    tokens: int
-    alone: bool
-
-    @property
-    def continues(self) -> bool:
-        """Whether the prompt goes on after the whole context, but for what a template writes at its end."""
-        return self.tokens > len(self.record.tokens) - BLOCK
 
 
 @dataclass
@@ -146,26 +125,6 @@ class PrefixIndex:
             longer = len(each.tokens) > len(tokens)
             if longer and common_tokens(each.distinct_tokens, tokens, begin) == len(tokens):
                 yield each
-
-
-def common_tokens(tokens: Sequence[int], prompt: Sequence[int], begin: int = 0) -> int:
-    """Return the length of the longest common prefix of two sequences of token ids.
-
-    Args:
-        begin: so many, from the first, are known to be equal.
-    """
-    length = min(len(tokens), len(prompt))
-    ours, theirs = array("i", tokens[begin:length]), array("i", prompt[begin:length])
-    if ours == theirs:
-        return length
-    low, high = 0, length - begin  # the first difference is in [low, high)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if ours[low:middle] == theirs[low:middle]:
-            low = middle
-        else:
-            high = middle
-    return begin + low
 
 
 def _take_out(contexts: dict[Digest, Contexts], digest: Digest, record: Handoff) -> None:

@@ -41,8 +41,6 @@ def join(vision: Path, text: Path, folder: Path) -> None:
     Args:
         vision: folder with tower and projector in model.safetensors, a config.json without `text_config`,
             and `DESCRIPTIONS`.
-        text: folder of the prepared text model.
-        folder: made by this function.
 
     Raises:
         OSError: a file is missing or cannot be written.

@@ -166,7 +166,7 @@ class JoinsAhead:
             await asyncio.sleep(RETRY_AFTER_S if is_due() else 0)
 
     def _idle_turn(self, engine: LocalEngine, *, due: bool) -> contextlib.AbstractAsyncContextManager[None]:
-        """Let joins that wait for an idle engine begin one at a time: after each it is not idle."""
+        """Take the turn of joins that wait for an idle engine, which one at a time may begin."""
         return contextlib.nullcontext() if due else self._idle_turns[engine.name]
 
     async def _require_there(self, target: Handoff, records: Sequence[Handoff]) -> None:

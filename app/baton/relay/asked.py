@@ -161,7 +161,7 @@ def translates(wanted: bool | Translate | None, engine: LocalEngine) -> bool:
 
 
 def part_name(field: str, index: int) -> str:
-    """Return what names one of several handoffs in a field."""
+    """Name one of several handoffs in a field, as errors do: `from[1]`."""
     return f"{field}[{index}]"
 
 

@@ -21,9 +21,8 @@ from baton.engines.backend import Json, Operation
 from baton.engines.engine import LocalEngine
 from baton.engines.transfers import TransferReport, TransferRequest
 from baton.images.image_position import ImagePosition, with_distinct_images
-from baton.library.handoff import Context, Handoff, key_of, new_id
+from baton.library.handoff import Context, Handoff, PrefixMatch, key_of, new_id
 from baton.library.library import Library
-from baton.library.prefixes import PrefixMatch
 from baton.relay.asked import OPERATIONS
 from baton.relay.audit import Audits
 from baton.relay.cost import Decision, LoadCost
@@ -261,7 +260,7 @@ class AutomaticHandoffs:
     def request(
         self, engine: LocalEngine, operation: Operation, body: Json, tenant: str
     ) -> AutomaticRequest | None:
-        """Return what chooses transfers for a request that names no handoff; None: nothing is automatic."""
+        """Make the chooser of transfers for a request that names no handoff; None: nothing is automatic."""
         mode = self.modes.get(engine.name, self.settings.auto)
         if mode == "off" or not engine.supports_handoffs or operation not in OPERATIONS:
             return None

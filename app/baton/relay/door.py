@@ -146,7 +146,7 @@ class Relay:
     async def _sources(
         self, engine: LocalEngine, context: RequestContext, records: Sequence[Handoff], where: str
     ) -> list[Source]:
-        """Return what a request continues: handoffs as they are, or their translations, which may be made."""
+        """Take the handoffs that a request names as they are, or make their translations."""
         if all(is_compatible(record, engine) for record in records):
             return [Source(record) for record in records]
         return await self.translations.sources(engine, context, records, where=where)
@@ -154,7 +154,7 @@ class Relay:
     def chooser(
         self, engine: LocalEngine, operation: Operation, body: Json, tenant: str
     ) -> TransferChooser | None:
-        """Return what chooses a stored context for a request that names none; None: nothing is automatic."""
+        """Make the chooser of a stored context for a request that names none; None: nothing is automatic."""
         return self.automatic.request(engine, operation, body, tenant) if engine.supports_handoffs else None
 
     async def create(

@@ -18,8 +18,7 @@ from baton.engines.backend import Json
 from baton.engines.engine import LocalEngine
 from baton.errors import BatonError, ContextTooLong, InvalidRequest, TemplateUnsupported
 from baton.images.placed_image import PlacedImage
-from baton.library.handoff import Conversation, Handoff
-from baton.library.prefixes import common_tokens
+from baton.library.handoff import Conversation, Handoff, common_tokens
 from baton.relay.prompt.chat import Writer
 from baton.relay.prompt.resent import INSTRUCTIONS, fingerprint
 from baton.relay.prompt.text import EngineText, count_images, shift_images
@@ -359,7 +358,7 @@ async def _with_chat(
 
 @contextmanager
 def _naming(part: Part) -> Iterator[None]:
-    """Let the errors of a part say which one it is."""
+    """Name the part in errors that are raised inside."""
     try:
         yield
     except TemplateUnsupported:

@@ -83,7 +83,7 @@ def moved_parts(tokens: Sequence[int], parts: Sequence[Part], ends: Sequence[int
 
 
 def _moved(tokens: Sequence[int], record: Handoff, begin: int, end: int) -> MovedPart | None:
-    """Return what is moved of a part: the end of its context that the prompt holds from `begin` to `end`."""
+    """Describe the KV of a part that is moved: its context's end, `begin` to `end` in the prompt."""
     # The last token of a context with an answer has no KV: it was sampled, and not computed yet.
     count = _common_suffix(record.tokens, tokens[begin:end]) - 1
     start, end = len(record.tokens) - 1 - count, end - 1

@@ -15,9 +15,8 @@ from baton.errors import InvalidRequest
 from baton.images.client_image import ClientImage
 from baton.images.image_position import ImagePosition, with_distinct_images
 from baton.images.placed_image import PlacedImage
-from baton.library.handoff import Handoff
+from baton.library.handoff import Handoff, common_tokens
 from baton.library.library import Library
-from baton.library.prefixes import common_tokens
 from baton.relay.asked import HandoffOptions, NewHandoff, SaveOptions, part_name
 from baton.relay.audit import Audits
 from baton.relay.cost import Choice, Decision, LoadCost

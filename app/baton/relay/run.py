@@ -11,9 +11,8 @@ from typing import Any
 from baton.engines.backend import Json, Operation, Reply, StreamReply, WholeReply
 from baton.engines.engine import LocalEngine
 from baton.engines.transfers import TransferReport, TransferRequest
-from baton.library.handoff import Context, Conversation, Handoff
+from baton.library.handoff import Context, Conversation, Handoff, common_tokens
 from baton.library.library import Library
-from baton.library.prefixes import common_tokens
 from baton.relay.asked import ID_HEADER, WRITTEN_BY_THE_ENGINE
 from baton.relay.audit import Audits
 from baton.relay.cost import Decision
@@ -181,7 +180,7 @@ class PlannedRequest:
         return await self._whole(reply, headers)
 
     async def compute(self, prompt: str | list[int]) -> Json:
-        """Let the engine compute the context without an answer; returns the `handoff` object.
+        """Have the engine compute the context without an answer; returns the `handoff` object.
 
         Args:
             prompt: the client's prompt, for a context that the engine tokenizes itself.

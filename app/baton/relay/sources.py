@@ -97,7 +97,7 @@ def why_incompatible(record: Handoff, engine: LocalEngine) -> str | None:
 
 
 def naming(error: BatonError, where: str) -> BatonError:
-    """Let an error say which of several handoffs it is about."""
+    """Name in an error the one of several handoffs that it is about."""
     prefix = f"{where}: "
     error.param = where
     error.message = prefix + error.message.removeprefix(prefix)  # several requests may get the same error

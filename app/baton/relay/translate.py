@@ -132,7 +132,7 @@ class Translations:
         save: SaveOptions | None = None,
         where: str = "handoff.from",
     ) -> list[Source]:
-        """Return what a request continues: handoffs as they are, or their translations, which may be made.
+        """Take the handoffs that a request names as they are, or make their translations.
 
         Call it before the request takes a place: a translation takes one of its own.
 

@@ -26,7 +26,6 @@ class Baton:
 
     Args:
         base_url: of the gateway, with `/v1` at its end or without.
-        api_key: the key, if the gateway wants one.
         timeout_s: most seconds to wait for an answer to begin, and for each next piece of it.
         retries: how often a request is sent again at most, where that is harmless or the gateway asks for it.
         transport: what sends requests, such as `httpx.HTTPTransport(proxy=...)`; None: httpx's own.
@@ -78,7 +77,6 @@ class Baton:
         """Begin a conversation of which each turn sends the new message alone; nothing is sent yet.
 
         Args:
-            model: name of the engine.
             system: the system message, before the first turn's.
             start: the handoff that it goes on from; it is never deleted.
             label: given to what it saves; its last handoff is kept, and `handoffs.find` returns it.

@@ -44,7 +44,6 @@ class Conversation:
         """Send one message of the user, and save the context with its answer.
 
         Args:
-            content: the message's text, or its parts.
             fields: of the request, such as `max_tokens`; with `label` or `pin` this turn's handoff is kept.
 
         Raises:

@@ -23,7 +23,6 @@ class HandoffHeader:
     """What a transport adds to requests, and keeps of responses.
 
     Args:
-        handoff: see the attribute.
         remember: number of ids that are kept; the oldest go first.
 
     Attributes:
@@ -76,7 +75,6 @@ class MarkingTransport(HandoffHeader, Generic[W]):
     Args:
         handoff: `auto`, `off`, `save`, or the id of the handoff that requests start from.
         wrapped: what sends the requests; None: a new `HTTPTransport`. It is closed with this one.
-        remember: number of ids that are kept.
     """
 
     usual: ClassVar[Callable[[], Any]]

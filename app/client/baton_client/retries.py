@@ -37,11 +37,7 @@ class Retries:
     longest_s: float = 30.0
 
     def after_reply(self, reply: Reply, attempt: int) -> float | None:
-        """Return the seconds to wait before a call is sent again; None: the reply is final.
-
-        Args:
-            attempt: number of retries so far.
-        """
+        """Return the seconds to wait before a call is sent again; None: the reply is final."""
         asked = retry_after(reply.headers)
         passing = reply.status in ALWAYS or (reply.status == IF_ASKED and asked is not None)
         passing = passing or (reply.status == 502 and GATEWAY_LOST in reply.content)

@@ -89,7 +89,6 @@ def chat(
     """Ask a model, from a handoff or from the beginning.
 
     Args:
-        model: name of the engine.
         messages: of the chat, those after `start` alone; a text is one message of the user.
         start: the handoff that the chat goes on from, or several, whose contexts are joined.
         join: how: `exact` (None), or `moved`, which is faster and not exact.
@@ -160,7 +159,6 @@ def create_handoff(
     """Compute a context and save it, without an answer. It may still be pending: see `wait`.
 
     Args:
-        model: name of the engine.
         messages: the context as a chat; a text is one message of the user.
         prompt: the context as a text or token ids; either this or `messages`.
         start: the handoff that the new one continues, or several, whose contexts are joined; then neither
@@ -232,7 +230,6 @@ def scene(
     """Send a scene to a model's plugin, as a file; a path is read while it is sent.
 
     Args:
-        model: name of the engine.
         scene: path of the file, or its bytes.
         accept: media type of the answer: `image/tiff` the mask, `image/png` the preview,
             `application/json` the numbers, `application/zip` all files.

@@ -65,12 +65,10 @@ class Turns:
     """The state of one conversation.
 
     Args:
-        model: name of the engine.
         start: id of the handoff that it starts from; None: it begins anew.
         unsaved: messages that no handoff holds yet; the first turn sends them.
         label: given to each handoff that it saves; the last one is kept. None: none is.
         keep: whether all that it saves is kept.
-        users: shared with its forks.
     """
 
     def __init__(
@@ -101,7 +99,6 @@ class Turns:
         """Send one message after the last handoff, and save the next.
 
         Args:
-            content: of the message.
             fields: of the chat's body, and how its handoff is saved (see `SAVING`).
 
         Raises:

@@ -150,8 +150,6 @@ class SlabPacking:
 
     Args:
         keys: index in the slab of each value of the keys, `[tokens, head size]`.
-        values: the same of the values.
-        dtype: the KV cache's dtype.
 
     Raises:
         PackingUnknown: these are no steps of equal size.

@@ -135,7 +135,6 @@ class Store(Protocol):
         """Write an entry; it becomes visible when it is complete.
 
         Args:
-            key: key of the entry.
             parts: the entry's bytes, in order.
             size: the expected number of bytes, 0 if unknown. With it, an entry that cannot fit is refused
                 before others are evicted.
@@ -166,11 +165,9 @@ class Store(Protocol):
         """Open an entry that several ranks write together, for the time of the context.
 
         Args:
-            key: key of the entry.
             name: name of the draft, 32 hexadecimal digits, the same for all ranks.
             size: the entry's size in bytes.
             rank: number of this rank, from 0.
-            ranks: number of ranks that write.
             shared: as for `put`.
 
         Raises:

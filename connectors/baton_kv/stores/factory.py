@@ -23,7 +23,6 @@ def network_file_system(folder: Path, mounts: Path = Path("/proc/self/mountinfo"
     """Return the type of the network file system that a folder lies on; None: it lies on none.
 
     Args:
-        folder: the folder, or one to be made.
         mounts: Linux's table of mounts; see proc_pid_mountinfo(5).
     """
     there = next(path for path in (folder, *folder.parents) if path.exists())

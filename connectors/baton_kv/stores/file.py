@@ -358,11 +358,6 @@ class FileDraft:
     the draft to `NAME.sealing`, which succeeds for exactly one.
 
     Args:
-        writing: descriptor of the folder.
-        descriptor: descriptor of the open draft.
-        name: name of the draft in the folder.
-        rank: number of this rank.
-        ranks: number of ranks that write.
         share: bytes that this rank is expected to write.
         write: writes some bytes at an offset and returns their number; on a full device it first frees as
             many bytes as it is told.

@@ -106,7 +106,6 @@ def to_fit_budget(
     """Choose the entries to evict so that `size` more bytes fit the budget.
 
     Args:
-        listing: what the store holds.
         size: bytes of the entry to be written.
         beside: bytes of other files that count towards the budget.
         budget: bytes that all of them may take.

@@ -236,9 +236,6 @@ def read_layout(config: Mapping[str, Any]) -> dict[str, Any]:
 def check_necks(config: Mapping[str, Any], *, depth: int, times: int) -> None:
     """Refuse TerraTorch necks other than the FCN decoder's here, which takes the last block as an image.
 
-    Args:
-        times: patches in time.
-
     Raises:
         ValueError: a neck is not supported; the message names it.
     """

@@ -36,7 +36,6 @@ def grid_positions(dim: int, grid: PatchGrid) -> Tensor:
 
     Args:
         dim: width of a token; a multiple of 16.
-        grid: patches in time, rows and columns.
 
     Returns:
         (1, 1 + time * rows * columns, dim) float32, on torch's default device.
@@ -61,7 +60,6 @@ def resized_positions(positions: Tensor, grid: PatchGrid, wanted: PatchGrid) -> 
     Args:
         positions: (1, 1 + N, dim), the table of `grid`.
         grid: of `positions`.
-        wanted: of the result.
 
     Returns:
         (1, 1 + M, dim) float32, on the device of `positions`; `positions` itself if the grids are equal.

@@ -174,7 +174,6 @@ class OpenScene:
 
         Args:
             tile: as in `read`.
-            scores: logits, shape (classes, tile, tile), float32.
 
         Raises:
             GeoError: as in `read`.

@@ -247,10 +247,6 @@ class RemoteClient:
     ) -> Answer:
         """Send a request and return the answer once its head has come. A cancelled request is closed.
 
-        Args:
-            path: below the configured address.
-            tenant: whose connection it takes.
-
         Raises:
             RemoteUnreachable: there is no connection to the server.
             RemoteFailed: the answer is compressed.

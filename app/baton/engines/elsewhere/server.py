@@ -110,7 +110,6 @@ def body_of(operation: Operation, body: Json, model: str, salt: str | None) -> b
 
     Args:
         body: the client's body; not changed.
-        model: the model's name on the server.
         salt: sets vLLM's prefix cache apart for the tenant; None: nothing does.
     """
     sent = body | {"model": model}
@@ -247,7 +246,6 @@ async def whole_reply(answer: Answer, most: int, names: Names, count: TokenCount
     """Read an answer in one piece.
 
     Args:
-        answer: the answer, which is closed.
         most: bytes that it may have.
 
     Raises:
@@ -280,7 +278,6 @@ class RemoteEvents:
 
     Args:
         answer: the answer; it is closed at the end, and by `aclose`.
-        reader: reads the events.
         most: bytes that one event may have.
         over: called at the end.
     """

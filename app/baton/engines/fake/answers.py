@@ -399,7 +399,6 @@ class Answer:
     Args:
         context: receives the numbers of prompt and generated tokens.
         transfer: its report receives the token ids.
-        chooser: chooses a transfer for the prompt.
 
     Raises:
         InvalidRequest: the prompt or the token limit is invalid.

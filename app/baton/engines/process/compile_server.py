@@ -138,7 +138,6 @@ class Compilers:
 
         Args:
             kind: `json`, `regex`, `structural_tag` or `grammar`.
-            text: the constraint.
 
         Returns:
             What is left to compile.

@@ -102,7 +102,6 @@ def engine_args(
     """Build vLLM's arguments for one engine.
 
     Args:
-        model: path of its weights.
         transfer: vLLM's KV transfer config, where handoffs are on; `args` may override its keys.
         gpu_share: share of its GPUs' memory, see `gpu_shares`; None: vLLM's default. Not read on a CPU.
         own_process: whether the model of a CPU engine of one rank runs in a process beside the core's, as

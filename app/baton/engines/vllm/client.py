@@ -67,7 +67,6 @@ class AnswerText:
 
         Args:
             report: the ids of the prompt and of the generated tokens.
-            text: all text of the answer.
 
         Returns:
             None: no token ids say this text.
@@ -227,7 +226,6 @@ class Call:
         The first output shows whether the engine process has received the images that were `sent`.
 
         Args:
-            sent: the images of the prompt.
             transfer: what the engine loads and saves beside this prompt; receives the report.
             text: reads the answer of a transfer that saves it.
         """

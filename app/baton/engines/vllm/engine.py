@@ -149,7 +149,6 @@ class VllmEngine:
     """An engine that vLLM runs.
 
     Args:
-        model: path of its weights.
         salt: returns a tenant's prefix-cache salt; None where there is only one tenant.
         transfer: vLLM's KV transfer config; None: the engine is configured without `handoff`.
         gpu_share: share of its GPUs' memory; None: vLLM's default.

@@ -403,11 +403,7 @@ async def events(operation: Operation, generator: AsyncIterator[Any]) -> AsyncIt
 
 
 def mark_cut(response: Any, *items: Any) -> None:
-    """Mark the last item of a response that was cut as incomplete: vLLM calls every item completed.
-
-    Args:
-        items: the same item, as it was streamed.
-    """
+    """Mark the last item of a response that was cut as incomplete: vLLM calls every item completed."""
     if response.status == "incomplete":
         for item in (*response.output[-1:], *items):
             if hasattr(item, "status"):

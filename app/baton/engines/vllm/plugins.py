@@ -117,7 +117,6 @@ def make_plugin(name: str, vllm_config: Any, renderer: Any, *, classic: bool) ->
     """Make the instance of the plugin `name`.
 
     Args:
-        name: name of its entry point.
         renderer: the engine's renderer; plugins written for older vLLM do not take it.
         classic: supply the import names of vLLM 0.11 to 0.15 while the plugin is imported.
 
@@ -217,8 +216,6 @@ async def encode_prompt(
 
     Args:
         parsed: the prompt, parsed by vLLM's `parse_model_prompt`.
-        salt: the tenant's prefix-cache salt, if any.
-        number: index of the prompt within its request.
         priority: lower is sooner.
 
     Returns:

@@ -290,7 +290,7 @@ COMBINING = frozenset({"not", "if", "dependentSchemas", "dependencies", "pattern
 
 
 def cost_of_schema(root: Any) -> int:
-    """Return what compiling a JSON schema, or several together, costs in units."""
+    """Estimate the cost of compiling a JSON schema, or several together, in units."""
     cost, lengths, patterns, open_values = 0.0, set[int](), set[str](), [root]
     bounds = Counter[str]()
     while open_values:

@@ -135,7 +135,7 @@ class TrialCompiler:
 
     @contextlib.asynccontextmanager
     async def _alone(self, key: bytes) -> AsyncIterator[None]:
-        """Let one request at a time try a constraint; others wait for its result.
+        """Try a constraint once: other requests with the same one wait for the result.
 
         Raises:
             GatewayOverloaded: the result took too long.

@@ -146,7 +146,7 @@ async def show_peer(
     challenge: Annotated[str, Query(pattern=r"^[0-9a-f]{32,64}$")],
     model: Annotated[str, Query(max_length=128)] = "",
 ) -> dict[str, Any]:
-    """Tell another gateway which tenant its key is, and prove which store of handoffs this one uses.
+    """Answer another gateway: the tenant of its key, and a proof of the store of handoffs that this one uses.
 
     The proof is made for `challenge`, random hexadecimal digits; whoever does not know the store's secret
     learns nothing from it. `handoff` says whether the engine `model` supports handoffs.

@@ -228,9 +228,6 @@ class Bucket:
     def get(self, name: str, unless: str | None = None) -> Found | None:
         """Read a small object; None: there is none. One that is too large counts as empty.
 
-        Args:
-            unless: a version that is known already.
-
         Raises:
             NotChanged: it still is that version.
         """
@@ -336,7 +333,6 @@ class Bucket:
 
         Args:
             name: of an object that the first gateway writes.
-            proof: what it writes.
 
         Raises:
             SettingsError: it refuses this gateway, does not exist, or has gateways with another secret.

@@ -245,9 +245,6 @@ class Archive:
     def write(self, here: Here, record: Handoff, commit: Commit) -> Outcome:
         """Bring the archive up to date with a handoff of this machine.
 
-        Args:
-            commit: the last step.
-
         Raises:
             StoreError: a file cannot be read, took too long, or the gateway ends.
             Conflict: others change it all the time.
@@ -322,9 +319,6 @@ class Archive:
 
     def fetch(self, store: Store, files: Sequence[ArchivedFile], within_s: float) -> int:
         """Copy an entry's files to this machine; returns the bytes that were copied.
-
-        Args:
-            files: the entry's, its own last.
 
         Raises:
             Damaged: a file is missing, or is not what was written.

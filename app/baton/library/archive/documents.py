@@ -27,12 +27,7 @@ NAME_LENGTH = 40
 
 
 class Tampered(Exception):
-    """A document is not what a gateway with this secret wrote under this name.
-
-    Args:
-        name: of its object.
-        tag: names the version of it.
-    """
+    """A document is not what a gateway with this secret wrote under this name."""
 
     def __init__(self, name: str, tag: str = "") -> None:
         super().__init__(name)

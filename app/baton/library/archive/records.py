@@ -99,7 +99,6 @@ class ArchiveRecords:
 
         Args:
             handoff: what the handoff is called in the bucket.
-            unless: the version that is known.
 
         Raises:
             NotChanged: it still is that version.
@@ -152,7 +151,6 @@ class ArchiveRecords:
 
         Args:
             handoff: what the handoff is called in the bucket.
-            document: its last document, if that is known.
             over: the version that it must have; None: any.
 
         Raises:

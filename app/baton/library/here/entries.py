@@ -53,7 +53,6 @@ def copy_entry(store: Store, keys: Sequence[str], read: Callable[[int], tuple[in
     """Copy an entry's files to a store that has not all of them; returns the bytes that were copied.
 
     Args:
-        store: where they are copied to.
         keys: of the entries whose own they are, its own last.
         read: returns the size of one of them, by index, and an iterator over its bytes.
     """

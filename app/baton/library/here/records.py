@@ -399,7 +399,7 @@ class RecordFolder:
         return sorted(self.refresh().changed, key=lambda record: record.created_at)
 
     def refresh(self) -> News:
-        """Return what other gateways changed since the last call; an unchanged folder is not read."""
+        """List what other gateways changed since the last call; an unchanged folder is not read."""
         if self._path is None:
             return News()
         try:

@@ -236,7 +236,6 @@ class ValkeyConnection:
         """Exchange something with the store.
 
         Args:
-            operation: name of the exchange in the metrics.
             work: what is exchanged; given the client.
 
         Raises:
@@ -258,11 +257,7 @@ class ValkeyConnection:
         return answer
 
     def batch(self, operation: str, fill: Callable[[Client], object]) -> list[Any]:
-        """Exchange several commands at once, which need not be one step; see `ask`.
-
-        Args:
-            operation: name of the exchange in the metrics.
-        """
+        """Exchange several commands at once, which need not be one step; see `ask`."""
 
         def work(client: Client) -> list[Any]:
             pipe = client.pipeline(transaction=False)

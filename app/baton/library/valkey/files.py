@@ -99,9 +99,6 @@ class ValkeyFiles:
     def push(self, entry: str, files: Sequence[ValkeyFile], room: Room) -> None:
         """Write an entry's files, as a whole or not at all. Files that are there already are not written.
 
-        Args:
-            files: its files, its own last.
-
         Raises:
             StoreFull: it does not fit, or was evicted before it was complete.
             StoreError: a file could not be read.
@@ -125,7 +122,6 @@ class ValkeyFiles:
         """Mark an entry as used now, and return the names of its files, its own last; empty: there is none.
 
         Args:
-            entry: key of the entry.
             automatic: whether it is evicted before others all the same.
 
         Raises:
@@ -227,7 +223,6 @@ class ValkeyFiles:
         """Write one file, if it is not there; nobody counts it or looks for room.
 
         Args:
-            lifetime_ms: milliseconds that it lives.
             until: monotonic time by which it must be written.
 
         Raises:

@@ -270,7 +270,6 @@ class ValkeyRecords:
         """Read the rows of some records.
 
         Args:
-            operation: name of the exchange in the metrics.
             wanted: an id and the revision that is known of it, for each.
 
         Returns:

@@ -358,7 +358,7 @@ class Writer:
         return await self._engine.place(tokens, self.client_images, begins=begins)
 
     async def _suffix(self, base: str, messages: list[Json], template: Json, answered: bool) -> str:
-        """Return what the template writes after `base`; it must write `base` unchanged before it."""
+        """Cut the text that the template adds to `base`, which it must write unchanged before it."""
         whole = await self._text.render(messages, template, answered)
         if not whole.startswith(base):
             raise TemplateUnsupported()
@@ -509,7 +509,7 @@ def _of_chat(chat: Chat) -> ContextPrompt:
 async def _without_answer(
     prompt: ContextPrompt, writer: Writer, source: Handoff | None, seen: list[PlacedImage], body: Json
 ) -> ContextPrompt:
-    """Let the saved context end after the last message, if that is a prefix of the prompt."""
+    """End the saved context after the last message, if that is a prefix of the prompt."""
     unanswered = await _chat(writer, source, seen, body, answered=False)
     if prompt.tokens is None or prompt.tokens[: len(unanswered.tokens)] != unanswered.tokens:
         return prompt

@@ -22,7 +22,6 @@ class PlaneArea:
     """Pixels of a projected grid: all have |det| of the transform times the square of the unit.
 
     Args:
-        metres: length of one unit of the CRS.
         factor: area on the ground, as a share of that.
     """
 
@@ -41,9 +40,7 @@ class EllipsoidArea:
     from J. P. Snyder, Map Projections: A Working Manual (USGS Professional Paper 1395, 1987), equation 3-12.
 
     Args:
-        transform: of the scene, not rotated.
         radians: size of one unit of the CRS, radians.
-        semi_major: of the ellipsoid, metres.
         inverse_flattening: of the ellipsoid; 0 for a sphere.
     """
 

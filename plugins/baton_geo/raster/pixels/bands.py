@@ -129,8 +129,6 @@ def choose_bands(file: FileBands, card: Card, indices: tuple[int, ...] | None) -
     could know, its order decides, provided that it has as many bands as the model.
 
     Args:
-        file: its bands.
-        card: of the model.
         indices: of the request, from 0; None: not given.
 
     Raises:
@@ -233,7 +231,7 @@ def _identity(name: str, aliases: Sequence[str]) -> str:
 
 
 def _named_as(file: FileBands, number: int, card: Card) -> str | None:
-    """Return what a band's names, else its colour, say it is: a known band, or the card's; None: nothing.
+    """Identify a band by its names, else by its colour, as a known band or the card's; None: neither.
 
     Raises:
         RasterUnusable: two names, or name and wavelength, are of different bands.
@@ -298,7 +296,7 @@ def _column(file: FileBands) -> int | None:
 
 
 def _found(words: list[str], known: Callable[[str], str | None]) -> str | None:
-    """Return what the longest run of words means: `Red Edge 1` is not red; None if two mean two bands."""
+    """Identify a band by its longest run of words: `Red Edge 1` is not red; None: two mean two bands."""
     for length in range(len(words), 0, -1):
         runs = ("".join(words[start : start + length]) for start in range(len(words) - length + 1))
         found = {name for run in runs if (name := known(normalised(run)))}

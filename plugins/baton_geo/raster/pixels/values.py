@@ -46,8 +46,6 @@ class Scaling:
         """Return the model's input for a tile.
 
         Args:
-            raw: shape (rows, frames * bands, columns).
-            valid: shape (rows, columns).
             side: of the tile, pixels; beyond the scene it is filled with the edge pixels.
 
         Returns:

@@ -59,11 +59,7 @@ class Mosaic:
         self._sums = np.zeros((0, classes, grid.width), np.float32)
 
     def add(self, tile: int, scores: Floats) -> None:
-        """Blend in one tile.
-
-        Args:
-            scores: logits, shape (classes, tile, tile), float32.
-        """
+        """Blend in one tile."""
         row, column = self._grid.place(tile)
         down, across = self._down[row], self._across[column]
         probabilities = softmax(scores[:, : len(down), : len(across)])
@@ -111,9 +107,6 @@ class Mosaic:
 
 def most_likely(probabilities: Floats) -> Classes:
     """Return the class of the highest probability, the first one on a tie.
-
-    Args:
-        probabilities: shape (rows, classes, columns).
 
     Returns:
         shape (rows, columns). (`argmax` over a middle axis is several times slower.)
@@ -166,11 +159,7 @@ class CloudOptimized:
 
 
 class ProductWriter:
-    """Takes finished rows of probabilities; keeps the counts and the files.
-
-    Args:
-        size: width and height, pixels.
-    """
+    """Takes finished rows of probabilities; keeps the counts and the files."""
 
     def __init__(
         self, folder: Path, request: SceneRequest, place: Georeference, size: tuple[int, int], sample: Sample
@@ -193,13 +182,7 @@ class ProductWriter:
         self.thumbnail: Classes = np.full(sample.shape, card.mask_nodata, np.uint8)
 
     def write(self, top: int, probabilities: Floats, valid: Valid) -> None:
-        """Write rows from `top` on.
-
-        Args:
-            top: first row in the scene.
-            probabilities: shape (rows, classes, width).
-            valid: shape (rows, width).
-        """
+        """Write rows from `top` on."""
         for row in range(0, len(probabilities), AT_ONCE):
             part = slice(row, row + AT_ONCE)
             self._write(top + row, probabilities[part], valid[part])

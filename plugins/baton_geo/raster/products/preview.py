@@ -37,11 +37,7 @@ def rgb_bands(card: Card) -> tuple[int, ...]:
 def draw_preview(
     card: Card, scene: Thumbnail, classes: Classes, areas: tuple[ClassCount, ...]
 ) -> Image.Image:
-    """Draw the preview: RGBA, at most `LONGEST` pixels on its long side, nodata transparent.
-
-    Args:
-        classes: the mask at the thumbnail's size.
-    """
+    """Draw the preview: RGBA, at most `LONGEST` pixels on its long side, nodata transparent."""
     colours = np.zeros((256, 3), np.float32)
     colours[: len(card.classes)] = [label.colour for label in card.classes]
     blended = TINT * colours[classes] + (1 - TINT) * _backdrop(scene)

@@ -101,9 +101,6 @@ def _iso(*parts: str | None) -> str | None:
 class GeoTiff:
     """A GeoTIFF as a `Source`.
 
-    Args:
-        fd: the file, kept open by the caller.
-
     Raises:
         RasterBroken: the file is damaged or truncated.
         RasterTooLarge: the raster is beyond the limits.
@@ -343,12 +340,7 @@ def _refusal(error: BaseException, message: str) -> GeoError:
 
 
 def read_band(name: str | None, tags: Tags, colour: str | None, *, alpha: bool) -> FileBand:
-    """Read what a file says of one band.
-
-    Args:
-        name: its description.
-        tags: of the band, of every domain.
-    """
+    """Read what a file says of one band."""
     known = {re.sub(r"[\s_:]+", "", key): value for key, value in _plain(tags).items()}
     name = name and name[:NAME_CHARACTERS]
     names = tuple(

@@ -476,7 +476,6 @@ def check_memory(
     """Refuse a raster whose rows need more memory than a decoder has.
 
     Args:
-        block_height: rows that are decoded together.
         itemsize: bytes per pixel and band.
 
     Raises:

@@ -38,9 +38,6 @@ class ImageSource:
     Pillow is used instead of GDAL because it applies EXIF orientation and tRNS, limits text and profile
     chunks, and reads the first frame of an animated PNG without the others.
 
-    Args:
-        fd: the file, kept open by the caller.
-
     Raises:
         RasterBroken: the file is damaged or truncated.
         RasterTooLarge: the image is beyond the limits.

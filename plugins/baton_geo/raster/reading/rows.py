@@ -88,9 +88,6 @@ class Source(Protocol):
 class Sample:
     """The pixels of a scene that make its thumbnail.
 
-    Args:
-        longest: longest side of the thumbnail, pixels.
-
     Attributes:
         shape: height and width of the thumbnail.
         columns: the scene's column for each column of the thumbnail.
@@ -110,9 +107,6 @@ class Sample:
 
 class Thumbnail:
     """A small version of some bands of a scene, filled while its rows are read.
-
-    Args:
-        places: indices of the bands among those read.
 
     Attributes:
         pixels: the file's numbers, shape (height, bands, width).
@@ -157,9 +151,6 @@ class Rows:
         """Return a tile's pixels (rows, bands, columns) and valid pixels (rows, columns), cut at the edge.
 
         Args:
-            y: first row.
-            x: first column.
-            side: of the tile.
             keep: first row that this or a later call needs; rows above it are dropped.
 
         Raises:
