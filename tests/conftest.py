@@ -18,8 +18,8 @@ from engine import geo_models
 from support.archives import Archive, archive_server
 from support.gateways import FakeGateway, RealGateway, run_fake
 from support.made_models import make_models
-from support.otlp import EXPORTER, Collector
 from support.raster_host import RasterHost
+from support.trace_collector import EXPORTER, Collector
 from support.wheel_environment import CPU_LOCK, TORCH_LOCK, WheelEnvironment, build
 
 from baton.admission.api_keys import create_key

@@ -102,7 +102,7 @@ class History:
         """The machine loses it, if the archive has it."""
         found = await machine.handoffs.get(left.id, "local")
         if found.archived:
-            machine.handoffs._upkeep._evict(found)
+            machine.handoffs.upkeep._evict(found)
 
     async def acts(self, until: float) -> None:
         while time.monotonic() < until:
@@ -121,10 +121,10 @@ async def settled(history: History) -> None:
     for machine in history.machines:
         machine.storage.archive.bucket.breaker.resting_until = 0.0
         deadline = time.monotonic() + 120
-        while machine.storage.archiver._jobs:
+        while machine.storage.archiver.jobs:
             assert time.monotonic() < deadline
-            for name in machine.storage.archiver._later:
-                machine.storage.archiver._later[name] = 0.0
+            for name in machine.storage.archiver.later:
+                machine.storage.archiver.later[name] = 0.0
             await asyncio.sleep(0.2)
         await machine.quiet()
         machine.storage.archive.records._unknown.clear()

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from support.gateways import RealGateway
 from support.made_models import make_models
-from support.relays import ask, cached, ids, once_saved, told
+from support.relay_requests import ask, cached, ids, once_saved, told
 from support.watched_streams import cores, wait_for
 
 pytestmark = [pytest.mark.engine, pytest.mark.chaos, pytest.mark.timeout(900)]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.gateways import free_port, run_fake
-from support.wire import TEXT
+from support.raw_requests import TEXT
 
 from baton.engines.fake.engine import FakeEngine
 

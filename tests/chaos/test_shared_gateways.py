@@ -15,7 +15,7 @@ import httpx
 import pytest
 from support.envoy_proxy import Envoy
 from support.gateways import Leftovers, RealGateway
-from support.relays import DOCUMENT, ask, ids, once_saved, told
+from support.relay_requests import DOCUMENT, ask, ids, once_saved, told
 from support.shared_gateways import gateways_over
 from support.shared_stores import BINARIES, store_server
 

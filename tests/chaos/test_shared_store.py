@@ -15,8 +15,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from support.halted import halt
 from support.history_checker import run_workers, violations
+from support.paused_process import halt
 from support.shared_fuzz import survive
 from support.shared_history import BUDGET, connect
 from support.shared_index import index_errors
@@ -212,8 +212,8 @@ async def test_a_slow_store_is_waited_for_no_longer_than_was_set(name: str, tmp_
         assert not two.handoffs.is_here(found)
         assert waited < 1 + 0.5
         proxy.delay_s = 0.0
-        while two.handoffs._fetches._running:
-            await asyncio.wait(list(two.handoffs._fetches._running.values()))
+        while two.handoffs.fetches.running:
+            await asyncio.wait(list(two.handoffs.fetches.running.values()))
         assert not list((tmp_path / "two" / "store").rglob("*.tmp*"))
 
 

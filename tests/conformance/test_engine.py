@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from support import pictures
+from support import image_files
 from support.gateways import run_fake
 from support.remote_gateways import remote, run_near
 
@@ -219,7 +219,7 @@ def test_an_embedding_from_a_text_model_is_refused(client: httpx.Client) -> None
 
 
 def test_an_image_for_a_text_model_is_refused(client: httpx.Client) -> None:
-    content = [pictures.part_of(pictures.file_of(pictures.image()))]
+    content = [image_files.part_of(image_files.file_of(image_files.image()))]
     for path in ("/v1/chat/completions", "/tokenize"):
         messages = {"model": "smollm2", "messages": [{"role": "user", "content": content}]}
         error = client.post(path, json=messages).json()["error"]

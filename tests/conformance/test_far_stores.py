@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from support.archives import WEED, Archive, archive_server, archived_machine
 from support.leases import told, without_savers, writing
-from support.noise import picture
+from support.random_images import picture
 from support.shared_stores import BINARIES, ENGINE, Machine, machine, must_run, store_server
 
 from baton.engines.transfers import TransferReport, TransferRequest

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.planted import foreign_folder, link, open_folder, pipe, plain_file
+from support.planted_files import foreign_folder, link, open_folder, pipe, plain_file
 
 from baton_kv.contract import new_key
 from baton_kv.folders import store_secret

@@ -16,9 +16,9 @@ import httpx
 import pytest
 import uvicorn
 import yaml
+from support.dropping_upstream import LosingUpstream
 from support.envoy_proxy import BALANCED, CONFIG, Envoy, cluster, listener
 from support.gateways import FakeGateway, run_fake
-from support.losing_upstream import LosingUpstream
 from support.watched_streams import wait_for
 
 from baton.config.settings import load_settings

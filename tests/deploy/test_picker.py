@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, Gauge
+from support.endpoint_picker import CACHE, RUNNING, USED, WAITING, scored
 from support.gateways import RealGateway
-from support.picker import CACHE, RUNNING, USED, WAITING, scored
 
 from baton.telemetry.page import MergedRegistry
 

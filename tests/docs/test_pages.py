@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import pytest
 from markdown_it import MarkdownIt
 from support.gateways import RealGateway
-from support.rows import each
+from support.table_tests import each
 
 from baton.config.settings import load_settings
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from support.errors_tree import ANSWERED
 from support.gateways import run_fake
-from support.rows import each
+from support.table_tests import each
 
 from baton import errors
 from baton.config.groups import EngineSettings, Frozen, RemoteSettings

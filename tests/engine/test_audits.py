@@ -12,7 +12,7 @@ import httpx
 import pytest
 from support.forged_entries import put_wrong_block
 from support.gateways import RealGateway
-from support.relays import ask, cached, ids, once_saved, told
+from support.relay_requests import ask, cached, ids, once_saved, told
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 STORY = " ".join(f"Bird {number} sings of {number * 37 % 101} hills." for number in range(30))

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from support.gateways import RealGateway
-from support.saves import LAST_TOKENS, SavedContexts, total_tokens
+from support.saved_contexts import LAST_TOKENS, SavedContexts, total_tokens
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 OFF = {"X-Baton-Handoff": "off"}

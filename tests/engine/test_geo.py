@@ -16,11 +16,11 @@ import httpx
 import numpy as np
 import pytest
 from PIL import Image
-from support.asked import asked_all_the_time
 from support.gateways import RealGateway
 from support.geo_requests import code_of, colourful, decoders, flood_folder, nearly_all_the_same, send, until
 from support.raster_host import RasterHost
 from support.rasters import RGB, geotiff, opened, written
+from support.steady_requests import asked_all_the_time
 from support.torch_pipeline import torch_mask
 
 from training.flood_scenes.scenes import make_scene

@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 from support.gateways import RealGateway
-from support.relays import ask, cached, ids, nothing_automatic, once_saved, told
+from support.relay_requests import ask, cached, ids, nothing_automatic, once_saved, told
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 RULES = "You compare cities. Be brief.\n"

@@ -6,8 +6,8 @@ import time
 
 import httpx
 import pytest
-from support.asked import asked_all_the_time
 from support.gateways import RealGateway
+from support.steady_requests import asked_all_the_time
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 

@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 from support.gateways import RealGateway
-from support.relays import ask, cached, ids, once_saved, told
+from support.relay_requests import ask, cached, ids, once_saved, told
 
 from baton.relay.move import LONE_HEAD_TOKENS
 

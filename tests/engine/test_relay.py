@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 from support.gateways import RealGateway
-from support.relays import DOCUMENT, ask, cached, ids, nothing_automatic, once_saved, told
+from support.relay_requests import DOCUMENT, ask, cached, ids, nothing_automatic, once_saved, told
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 QUESTIONS = [" The first bird", " In the end", " Question: how many birds? Answer:", " x"]

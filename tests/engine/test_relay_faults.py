@@ -15,7 +15,7 @@ import httpx
 import openai
 import pytest
 from support.gateways import RealGateway
-from support.relays import ask, cached, ids, once_saved, told
+from support.relay_requests import ask, cached, ids, once_saved, told
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 WORDS = "The {number} bird sat on the {number} branch and sang of {number} rivers. "

@@ -11,8 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
-from support.beside_vllm import ONE_PROCESS, VllmServer
 from support.gateways import RealGateway
+from support.vllm_server import ONE_PROCESS, VllmServer
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 MESSAGES = [{"role": "user", "content": "Say a few words about the sea."}]

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from support.asked import asked_all_the_time
 from support.gateways import RealGateway
 from support.schemas import DEAR, ORDINARY
+from support.steady_requests import asked_all_the_time
 
 pytestmark = [
     pytest.mark.engine,

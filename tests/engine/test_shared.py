@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from support.archives import BUCKET, WEED, Archive, archive_server, with_s3
 from support.gateways import RealGateway
-from support.relays import DOCUMENT, Served, ask, cached, ids, once_saved, relay_there_and_back, told
+from support.relay_requests import DOCUMENT, Served, ask, cached, ids, once_saved, relay_there_and_back, told
 from support.shared_gateways import gateways_over
 from support.shared_stores import BINARIES, StoreServer, store_server
 

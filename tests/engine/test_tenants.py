@@ -10,7 +10,7 @@ import httpx
 import numpy
 import pytest
 from support.gateways import RealGateway
-from support.otlp import Collector
+from support.trace_collector import Collector
 
 pytestmark = pytest.mark.engine
 PROMPT = "A prompt of several blocks, so that its prefix is worth caching. " * 8

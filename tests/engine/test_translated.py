@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support import pictures
+from support import image_files
 from support.gateways import RealGateway
-from support.relays import ask, cached, ids, once_saved, told
+from support.relay_requests import ask, cached, ids, once_saved, told
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 LISTS = ("three birds", "four rivers")
@@ -58,7 +58,7 @@ def test_a_chat_is_what_the_other_model_is_given_directly(gateway: RealGateway) 
 
 
 def test_images_go_along_to_a_model_that_takes_them_and_kv_never_does(gateway: RealGateway) -> None:
-    picture = pictures.part_of(pictures.file_of(pictures.image(32, 32)))
+    picture = image_files.part_of(image_files.file_of(image_files.image(32, 32)))
     asked = {"role": "user", "content": [picture, {"type": "text", "text": "What colour is this?"}]}
     left = chat(gateway, "look", [asked], save=True)
     more = {"role": "user", "content": "And what shape?"}

@@ -17,7 +17,7 @@ import torch
 from latent.reference import Reference
 from support.gateways import RealGateway
 from support.offline_engines import prompt
-from support.relays import ask, cached, ids, once_saved, told
+from support.relay_requests import ask, cached, ids, once_saved, told
 from transformers import AutoModelForCausalLM
 
 from baton.config.settings import load_settings

@@ -15,7 +15,7 @@ import httpx
 import pytest
 import structlog
 from support.gateways import FakeGateway, raw_status, run_fake
-from support.wire import wait_for
+from support.raw_requests import wait_for
 
 from baton.admission import api_keys
 from baton.admission.api_keys import create_key, keyring_for, read_keys, revoke_key

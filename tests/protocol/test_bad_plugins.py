@@ -16,8 +16,8 @@ import httpx
 import pytest
 from support.gateways import FakeGateway, Held
 from support.plugin_gateways import ask, ask_and_leave, notice_blocked_loops_soon, served, until, upload
+from support.raw_requests import connect
 from support.sample_plugins import Async, Current, Files
-from support.wire import connect
 
 from baton.engines.fake.engine import FakeBehaviour
 

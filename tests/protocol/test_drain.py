@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 from support.gateways import FakeProcess, run_fake
-from support.wire import wait_for
+from support.raw_requests import wait_for
 
 from baton.config.groups import EngineSettings
 from baton.config.settings import load_settings

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 from support.gateways import FakeGateway, run_fake
-from support.wire import TEXT, address, answer_to, metric, request, statuses
+from support.raw_requests import TEXT, address, answer_to, metric, request, statuses
 
 from baton.admission.api_keys import create_key
 from baton.engines.fake.engine import FakeEngine

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 from support.gateways import FakeGateway, run_fake
-from support.wire import (
+from support.raw_requests import (
     TEXT,
     answer_to,
     connect,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.gateways import FakeGateway, run_fake
-from support.wire import (
+from support.raw_requests import (
     TEXT,
     open_connections,
     statuses,

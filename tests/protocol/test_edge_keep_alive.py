@@ -14,7 +14,16 @@ import openai
 import pytest
 from starlette.types import Message
 from support.gateways import FakeGateway, run_fake
-from support.wire import connect, metric, request, rest_of, slow_reader, small_buffers, statuses, wait_for
+from support.raw_requests import (
+    connect,
+    metric,
+    request,
+    rest_of,
+    slow_reader,
+    small_buffers,
+    statuses,
+    wait_for,
+)
 
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
 from baton.errors import EngineRestarting, GenerationFailed

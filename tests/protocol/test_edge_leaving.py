@@ -18,7 +18,7 @@ from dataclasses import replace
 import pytest
 import structlog
 from support.gateways import FakeGateway, run_fake
-from support.wire import TEXT, connect, metric, open_connections, request, rss, talk, wait_for
+from support.raw_requests import TEXT, connect, metric, open_connections, request, rss, talk, wait_for
 
 from baton.engines.backend import Json, Operation, Reply, StreamReply
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine

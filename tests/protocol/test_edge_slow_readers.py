@@ -7,7 +7,7 @@ import time
 
 import pytest
 from support.gateways import run_fake
-from support.wire import (
+from support.raw_requests import (
     TEXT,
     good_traffic,
     metric,

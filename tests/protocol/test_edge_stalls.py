@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from support.gateways import FakeGateway, run_fake
-from support.wire import (
+from support.raw_requests import (
     TEXT,
     address,
     answer_on,

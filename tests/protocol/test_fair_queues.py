@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 from geo.sources.hosts import Handler, hosting, page
-from support import pictures
+from support import image_files
 from support.gateways import FakeGateway, run_fake
 from support.plugin_gateways import until
 from support.sample_plugins import Current, Files, plugin
@@ -38,8 +38,8 @@ LIMIT_S = 10.0
 """Two seconds are promised; what waits for the flood waits for a minute, or for good."""
 PATIENCE_S = 40.0
 """How long a client waits in these tests before it counts as never served."""
-SMALL = pictures.file_of(pictures.image())
-GREEDY = pictures.file_of(pictures.image(40, 40))
+SMALL = image_files.file_of(image_files.image())
+GREEDY = image_files.file_of(image_files.image(40, 40))
 LOOKS = ImageInput(limit=3)
 STREAM = {"model": "a", "prompt": "one two", "max_tokens": 400, "stream": True}
 SHORT = {"model": "a", "prompt": "one two", "max_tokens": 1}
@@ -129,7 +129,7 @@ def coded(body: dict[str, Any]) -> bytes:
 
 
 def chat(data: bytes, count: int = 1) -> bytes:
-    parts = [pictures.part_of(data)] * count
+    parts = [image_files.part_of(data)] * count
     return coded({"model": "a", "messages": [{"role": "user", "content": parts}], "max_tokens": 1})
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from support.gateways import FakeGateway, run_fake
-from support.noise import part, picture, text, user
+from support.random_images import part, picture, text, user
 
 from baton.config.groups import EngineSettings
 from baton.engines.backend import ImageInput

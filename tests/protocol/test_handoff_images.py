@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from support.gateways import FakeGateway, run_fake
-from support.noise import part, picture, text, user
+from support.random_images import part, picture, text, user
 
 from baton.admission.api_keys import create_key
 from baton.config.groups import EngineSettings
@@ -299,7 +299,7 @@ def test_other_routes_show_their_images_again_and_the_handoff_keeps_none(
     found = left.json()["handoff"]
     assert (found["state"], found["images"]) == ("ready", 0)
     assert post(relay, asked | {"handoff": {"from": found["id"]}}, path).status_code == 200
-    record = relay.app.state.gateway.library._index.known(found["id"])
+    record = relay.app.state.gateway.library.index.known(found["id"])
     vars(record)["positions"] = [ImagePosition(BIRD.digest, 0, BIRD.width)]  # as a real engine has it
     refused = post(relay, {"prompt": "22", "handoff": {"from": found["id"]}}, "/v1/completions")
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "handoff.from")

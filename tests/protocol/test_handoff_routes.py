@@ -12,7 +12,7 @@ import httpx
 import pytest
 from support.gateways import FakeGateway, run_fake
 from support.handoff_requests import TEXT, first_handoff, leave, post
-from support.wire import connect, request, wait_for
+from support.raw_requests import connect, request, wait_for
 
 from baton.admission.api_keys import create_key
 from baton.engines.fake.engine import FakeEngine

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from support.gateways import FakeGateway, run_fake
 from support.hostile import EVIL, ROUTES, TOO_MUCH, asking, hostile_json, json_schema, tool
-from support.leaks import leaks
+from support.leaked_words import leaks
 from support.loop_lag import loop_lag
 
 from baton.admission.api_keys import create_key

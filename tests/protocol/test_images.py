@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support import pictures
+from support import image_files
 from support.gateways import FakeGateway, run_fake
 from support.image_requests import LOOKS, PNG, URL, block, chat, post, seen
 
@@ -32,7 +32,7 @@ def gateway() -> Iterator[FakeGateway]:
         {"image_url": {"url": URL}, "uuid": "x", "anything": 1},
         {"type": "input_image", "image_url": URL},
         {"type": "image_url", "image_url": {"url": f"  {URL}\n"}},
-        {"type": "image_url", "image_url": {"url": pictures.url_of(PNG, "text/html")}},
+        {"type": "image_url", "image_url": {"url": image_files.url_of(PNG, "text/html")}},
     ],
 )
 def test_every_form_of_an_image_in_a_chat_becomes_the_one_we_read(
@@ -49,11 +49,11 @@ def test_every_form_of_an_image_in_a_chat_becomes_the_one_we_read(
 
 def test_images_keep_their_places_and_their_names(gateway: FakeGateway) -> None:
     """Three images in two messages: each in its place, the equal ones of one name, the other of another."""
-    other = pictures.part_of(pictures.file_of(pictures.image(30, 20)))
-    body = chat(pictures.part_of(PNG), {"type": "text", "text": "and"}, other)
+    other = image_files.part_of(image_files.file_of(image_files.image(30, 20)))
+    body = chat(image_files.part_of(PNG), {"type": "text", "text": "and"}, other)
     body["messages"] += [
         {"role": "assistant", "content": "hm"},
-        {"role": "user", "content": [pictures.part_of(PNG)]},
+        {"role": "user", "content": [image_files.part_of(PNG)]},
     ]
     assert post(gateway, body).status_code == 200
     first, _, last = seen(gateway)["messages"]
@@ -83,11 +83,11 @@ def test_responses_and_messages_get_images_in_their_own_shapes(gateway: FakeGate
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/tokenize", chat(pictures.part_of(PNG))),
-        ("/v1/embeddings", {"messages": chat(pictures.part_of(PNG))["messages"]}),
-        ("/pooling", {"messages": chat(pictures.part_of(PNG))["messages"]}),
-        ("/score", {"queries": {"content": [pictures.part_of(PNG)]}, "documents": "a"}),
-        ("/rerank", {"query": "a", "documents": [{"content": [pictures.part_of(PNG)]}]}),
+        ("/tokenize", chat(image_files.part_of(PNG))),
+        ("/v1/embeddings", {"messages": chat(image_files.part_of(PNG))["messages"]}),
+        ("/pooling", {"messages": chat(image_files.part_of(PNG))["messages"]}),
+        ("/score", {"queries": {"content": [image_files.part_of(PNG)]}, "documents": "a"}),
+        ("/rerank", {"query": "a", "documents": [{"content": [image_files.part_of(PNG)]}]}),
     ],
 )
 def test_no_route_lets_an_unread_image_through(path: str, body: dict[str, Any]) -> None:
@@ -98,7 +98,7 @@ def test_no_route_lets_an_unread_image_through(path: str, body: dict[str, Any]) 
         assert f"'url': '{URL}'" in str(engine.bodies[-1])
         assert "'uuid': '" in str(engine.bodies[-1])
         engine.bodies.clear()
-        broken = json.loads(json.dumps(body).replace(URL, pictures.url_of(b"GIF89a")))
+        broken = json.loads(json.dumps(body).replace(URL, image_files.url_of(b"GIF89a")))
         error = client.post(path, json=broken | {"model": "look"}).json()["error"]
         assert (error["code"], engine.bodies) == ("invalid_image", [])
 
@@ -108,7 +108,7 @@ def test_what_would_change_how_an_image_is_read_is_dropped_and_counted(
     gateway: FakeGateway, field: str
 ) -> None:
     """It is part of an image's name in vLLM's caches, and of how much memory it takes."""
-    body = chat(pictures.part_of(PNG), **{field: {"image": {"image_mode": None}}})
+    body = chat(image_files.part_of(PNG), **{field: {"image": {"image_mode": None}}})
     assert post(gateway, body).status_code == 200
     assert field not in seen(gateway)
     with gateway.client() as client:
@@ -136,9 +136,9 @@ def test_what_an_answer_is_not_to_say_is_no_prompt(gateway: FakeGateway, field: 
 
 def test_what_is_read_is_counted(gateway: FakeGateway) -> None:
     """By outcome, in bytes, and those that were written anew."""
-    turned = pictures.part_of(pictures.oriented(6))
-    assert post(gateway, chat(pictures.part_of(PNG), turned)).status_code == 200
-    assert post(gateway, chat({"image_url": pictures.url_of(b"no")})).status_code == 400
+    turned = image_files.part_of(image_files.oriented(6))
+    assert post(gateway, chat(image_files.part_of(PNG), turned)).status_code == 200
+    assert post(gateway, chat({"image_url": image_files.url_of(b"no")})).status_code == 400
     with gateway.client() as client:
         counted = client.get("/metrics").text
     assert 'baton_images_total{outcome="read"} 2.0' in counted

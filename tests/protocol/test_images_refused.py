@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support import pictures
+from support import image_files
 from support.gateways import FakeGateway, run_fake
 from support.image_requests import LOOKS, PNG, URL, chat, post, refused
 
@@ -21,14 +21,14 @@ def gateway() -> Iterator[FakeGateway]:
 
 
 BAD = {
-    **{f"disguised: {name}": pictures.url_of(data) for name, data in pictures.DISGUISED.items()},
-    "animated": pictures.url_of(pictures.animated("GIF")),
-    "cut short": pictures.url_of(PNG[: len(PNG) // 2]),
-    "1x1": pictures.url_of(pictures.file_of(pictures.image(1, 1))),
-    "1x65000": pictures.url_of(pictures.png(1, 65_000)),
-    "bomb": pictures.url_of(pictures.png(65_500, 65_500, pictures.pixels_of(8, 8))),
-    "packed text": pictures.url_of(pictures.text_bomb()),
-    "endless": pictures.url_of(pictures.many_chunks(9000)),
+    **{f"disguised: {name}": image_files.url_of(data) for name, data in image_files.DISGUISED.items()},
+    "animated": image_files.url_of(image_files.animated("GIF")),
+    "cut short": image_files.url_of(PNG[: len(PNG) // 2]),
+    "1x1": image_files.url_of(image_files.file_of(image_files.image(1, 1))),
+    "1x65000": image_files.url_of(image_files.png(1, 65_000)),
+    "bomb": image_files.url_of(image_files.png(65_500, 65_500, image_files.pixels_of(8, 8))),
+    "packed text": image_files.url_of(image_files.text_bomb()),
+    "endless": image_files.url_of(image_files.many_chunks(9000)),
     "no base64": "data:image/png;base64,?",
     "not base64": "data:image/png,abc",
 }
@@ -37,7 +37,7 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_bad_images_are_a_400_that_names_the_place(gateway: FakeGateway, name: str) -> None:
     """The second of two images is bad: the request is refused as a whole, engine untouched."""
-    error = refused(gateway, chat(pictures.part_of(PNG), {"image_url": BAD[name]}))
+    error = refused(gateway, chat(image_files.part_of(PNG), {"image_url": BAD[name]}))
     assert error["param"] == "messages[0].content[1].image_url"
     assert error["code"] in ("invalid_image", "image_too_large")
     assert error["message"].startswith(error["param"])
@@ -111,9 +111,9 @@ def test_a_body_that_calls_itself_a_tool_s_call_hides_no_image(
     path: str, key: str, field: dict[str, Any]
 ) -> None:
     """What is a call's own JSON in one API is where the next one's images are."""
-    broken = {"type": "image_url", "image_url": {"url": pictures.url_of(b"GIF89a")}, "uuid": "another's"}
+    broken = {"type": "image_url", "image_url": {"url": image_files.url_of(b"GIF89a")}, "uuid": "another's"}
     if path == "/v1/responses":
-        broken = {"type": "input_image", "image_url": pictures.url_of(b"GIF89a"), "uuid": "another's"}
+        broken = {"type": "input_image", "image_url": image_files.url_of(b"GIF89a"), "uuid": "another's"}
     body = {"model": "look", key: [{"role": "user", "content": [broken]}]}
     engine = FakeEngine("look", images=LOOKS, pooling=path != "/v1/responses")
     with run_fake(engine) as gateway, gateway.client() as client:
@@ -124,13 +124,13 @@ def test_a_body_that_calls_itself_a_tool_s_call_hides_no_image(
 
 def test_a_text_model_takes_no_image(gateway: FakeGateway) -> None:
     """It is told so, and the engine is not."""
-    error = refused(gateway, chat(pictures.part_of(PNG), model="text"))
+    error = refused(gateway, chat(image_files.part_of(PNG), model="text"))
     assert (error["code"], error["param"]) == ("operation_unsupported", "messages[0].content[0].image_url")
 
 
 def test_as_many_images_as_the_model_takes(gateway: FakeGateway) -> None:
     """Four are one too many; the fourth is named, and three are answered."""
-    image = pictures.part_of(PNG)
+    image = image_files.part_of(PNG)
     error = refused(gateway, chat(image, image, image, image))
     assert (error["code"], error["param"]) == ("invalid_request", "messages[0].content[3].image_url")
     assert post(gateway, chat(image, image, image)).status_code == 200
@@ -142,7 +142,7 @@ def test_the_operator_s_count_is_another_limit() -> None:
         with run_fake(
             FakeEngine("look", images=LOOKS), FakeEngine("text"), images={"count": count}
         ) as gateway:
-            error = refused(gateway, chat(*[pictures.part_of(PNG)] * (count + 1)))
+            error = refused(gateway, chat(*[image_files.part_of(PNG)] * (count + 1)))
             assert (error["code"], error["param"]) == (
                 "invalid_request",
                 f"messages[0].content[{count}].image_url",

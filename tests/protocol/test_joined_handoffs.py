@@ -399,7 +399,7 @@ def wait_for_another(gateway: FakeGateway, known: str) -> str:
 
 def test_what_cannot_be_told_or_had_with_moved_kv_is_refused(relay: FakeGateway) -> None:
     left = text(relay, "1 2")
-    record = relay.app.state.gateway.library._index.known(left)
+    record = relay.app.state.gateway.library.index.known(left)
     vars(record)["exact"] = False  # as after a join that moved KV
     with relay.client() as client:
         assert client.get(f"{AHEAD}/{left}").json()["exact"] is False

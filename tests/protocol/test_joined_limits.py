@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 from support.gateways import FakeGateway, run_fake
-from support.noise import part, picture, user
+from support.random_images import part, picture, user
 
 from baton.engines.backend import ImageInput, Json, Operation, Reply
 from baton.engines.fake.answers import IMAGE, MAX_MODEL_LEN, token_id, token_ids
@@ -67,7 +67,7 @@ def answered(gateway: FakeGateway, tokens: int) -> str:
 
 
 def record_of(gateway: FakeGateway, left: str) -> Handoff:
-    record = gateway.app.state.gateway.library._index.known(left)
+    record = gateway.app.state.gateway.library.index.known(left)
     assert isinstance(record, Handoff)
     return record
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.gateways import FakeGateway, run_fake
-from support.wire import TEXT, connect, error_of, peak_rss, rest_of, wait_for
+from support.raw_requests import TEXT, connect, error_of, peak_rss, rest_of, wait_for
 
 from baton.admission.api_keys import create_key
 from baton.engines.fake.engine import FakeEngine

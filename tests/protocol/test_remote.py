@@ -12,6 +12,7 @@ from openai import OpenAI
 from starlette.responses import JSONResponse
 from support.gateways import FakeGateway, free_port, run_fake
 from support.image_requests import LOOKS, URL
+from support.raw_requests import connect, metric, request, wait_for
 from support.remote_gateways import (
     OtherServer,
     asking,
@@ -22,7 +23,6 @@ from support.remote_gateways import (
     remote,
     run_near,
 )
-from support.wire import connect, metric, request, wait_for
 
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
 

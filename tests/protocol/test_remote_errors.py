@@ -11,6 +11,7 @@ import httpx
 import pytest
 from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
 from support.gateways import FakeGateway, free_port
+from support.raw_requests import metric, wait_for
 from support.remote_gateways import (
     DONE,
     USAGE,
@@ -24,7 +25,6 @@ from support.remote_gateways import (
     run_near,
     streamed,
 )
-from support.wire import metric, wait_for
 
 
 @pytest.fixture(scope="module")

@@ -14,10 +14,10 @@ from urllib.parse import urlsplit
 
 import pytest
 from support.gateways import FakeGateway, FakeProcess, free_port
-from support.halted import halt
+from support.paused_process import halt
+from support.raw_requests import metric, wait_for
 from support.remote_gateways import complete, remote, run_near
 from support.tcp_proxy import tcp_proxy
-from support.wire import metric, wait_for
 
 from baton.engines.backend import EngineState
 from baton.engines.elsewhere import server as probe

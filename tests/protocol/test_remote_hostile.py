@@ -16,6 +16,7 @@ import httpx
 import pytest
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from support.gateways import FakeGateway
+from support.raw_requests import metric, wait_for
 from support.remote_gateways import (
     DONE,
     OtherServer,
@@ -30,7 +31,6 @@ from support.remote_gateways import (
     settings_of,
     streamed,
 )
-from support.wire import metric, wait_for
 
 from baton.engines.backend import EngineState
 from baton.engines.elsewhere import server as probe

@@ -18,8 +18,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from starlette.responses import JSONResponse
 from support.gateways import run_fake
+from support.raw_requests import wait_for
 from support.remote_gateways import CARD, OtherServer, complete, other_server, remote, run_near, settings_of
-from support.wire import wait_for
 
 from baton.admission.api_keys import create_key
 from baton.engines.elsewhere.client import RemoteClient

@@ -16,8 +16,8 @@ import httpx
 import pytest
 from starlette.responses import JSONResponse, PlainTextResponse
 from support.gateways import free_port, run_fake
+from support.raw_requests import metric, wait_for
 from support.remote_gateways import OtherServer, complete, completion, other_server, remote, run_near
-from support.wire import metric, wait_for
 
 from baton.admission.breaker import FAILURES, REST_S, Breaker
 from baton.config.settings import load_settings

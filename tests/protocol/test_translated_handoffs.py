@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from support.gateways import FakeGateway, Held, run_fake
-from support.wire import connect, request, wait_for
+from support.raw_requests import connect, request, wait_for
 
 from baton.admission.api_keys import create_key
 from baton.engines.backend import Operation
@@ -163,7 +163,7 @@ def test_one_vector_instead_of_text_is_experimental_and_named_as_avp_names_it(en
         assert by_settings["code"] == "handoff_incompatible", "z takes no vector"
         z, rosetta = gateway.engine("z"), gateway.app.state.gateway.relay.rosetta
         z.placeholder = STEP
-        record = gateway.app.state.gateway.library._index.known(left)
+        record = gateway.app.state.gateway.library.index.known(left)
         named = HandoffOptions.model_validate({"from": left})
         text_wanted = named.model_copy(update={"translate": True})
         saved = named.model_copy(update={"save": True})

@@ -19,9 +19,9 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 from support.gateways import FakeGateway, run_fake
-from support.halted import halt
 from support.hostile import ROUTES, json_schema
 from support.loop_lag import loop_lag
+from support.paused_process import halt
 from support.schemas import DEAR, ORDINARY, flat
 
 from baton.config.groups import LimitSettings

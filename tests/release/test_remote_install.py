@@ -12,9 +12,9 @@ from pathlib import Path
 import httpx
 import pytest
 from starlette.responses import JSONResponse
+from support.raw_requests import wait_for
 from support.remote_gateways import complete, completion, other_server
 from support.wheel_environment import ROOT, clean
-from support.wire import wait_for
 
 LOCK = ROOT / "requirements-remote.lock"
 SETTINGS = """

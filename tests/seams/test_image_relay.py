@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from support.noise import picture
+from support.random_images import picture
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.multimodal.processing.inputs import ProcessorInputs

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from support.unasked_engine import UnaskedEngine, handlers_on  # after the skip
+from support.vllm_handlers import UnaskedEngine, handlers_on  # after the skip
 from transformers import AutoTokenizer
 from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import typer
-from support.rows import each
+from support.table_tests import each
 
 pytest.importorskip("vllm")
 

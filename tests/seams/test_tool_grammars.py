@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from support.unasked_engine import UnaskedEngine, handlers_on  # after the skip
+from support.vllm_handlers import UnaskedEngine, handlers_on  # after the skip
 
 from baton.config.groups import EngineSettings  # after the skip
 from baton.config.settings import load_settings  # after the skip

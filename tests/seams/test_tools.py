@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 
 import vllm  # after the skip
 from openai.types.responses.tool import Tool  # after the skip
-from support.unasked_engine import UnaskedEngine, handlers_on  # after the skip
+from support.vllm_handlers import UnaskedEngine, handlers_on  # after the skip
 
 from baton.config.groups import EngineSettings  # after the skip
 from baton.config.settings import load_settings  # after the skip

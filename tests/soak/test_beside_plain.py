@@ -17,10 +17,10 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from support.beside_vllm import VllmServer
 from support.gateways import RealGateway
+from support.raw_requests import address
+from support.vllm_server import VllmServer
 from support.watched_streams import Stream, cores, streaming, wait_for
-from support.wire import address
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(300)]
 MIB = 2**20

@@ -7,8 +7,8 @@ from collections import Counter
 
 import httpx
 import pytest
-from support.footprint import blocks_in_use, descriptors, memory_mib
 from support.gateways import RealGateway
+from support.resource_usage import blocks_in_use, descriptors, memory_mib
 from support.watched_streams import wait_for
 
 pytestmark = [pytest.mark.soak, pytest.mark.engine, pytest.mark.timeout(1800)]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from support.footprint import blocks_in_use, descriptors, memory_mib
 from support.gateways import RealGateway
+from support.resource_usage import blocks_in_use, descriptors, memory_mib
 
 pytestmark = [pytest.mark.soak, pytest.mark.engine, pytest.mark.timeout(1800)]
 ROUNDS = 5_000

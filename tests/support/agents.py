@@ -11,7 +11,7 @@ from statistics import median
 
 from baton.admission.api_keys import create_key
 from support.gateways import RealGateway, free_port
-from support.saves import SavedContexts
+from support.saved_contexts import SavedContexts
 
 CONFIG = Path(__file__).parents[1] / "engine" / "agent_engines.toml"
 AGENTS = ("langgraph", "anthropic", "openai_agents", "openai", "pydantic_ai")

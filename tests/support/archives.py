@@ -30,7 +30,7 @@ from baton.library.valkey.pool import open_pool
 from baton.telemetry.metrics import GatewayMetrics
 from baton_kv.stores.file import IMAGES, RECORDS, FileStore
 from support.gateways import free_port
-from support.halted import halted
+from support.paused_process import halted
 from support.shared_stores import SECRET, Machine, must_run
 
 KEY, KEY_SECRET = "AKIDTESTSONLY", "a-secret-of-these-tests-alone"

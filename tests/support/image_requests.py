@@ -8,11 +8,11 @@ from typing import Any
 from httpx import Response
 
 from baton.engines.backend import ImageInput
-from support import pictures
+from support import image_files
 from support.gateways import FakeGateway
 
-PNG = pictures.file_of(pictures.image())
-URL = pictures.url_of(PNG)
+PNG = image_files.file_of(image_files.image())
+URL = image_files.url_of(PNG)
 LOOKS = ImageInput(limit=3, tokens=frozenset({9}), texts=("<image>", "[IMG]"))
 
 

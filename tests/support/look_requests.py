@@ -7,20 +7,20 @@ from typing import Any
 
 import httpx
 
-from support import pictures
+from support import image_files
 from support.gateways import RealGateway
 
 
 def file(seed: int) -> bytes:
     """Draw a picture like no other: bands of colours in an order of their own."""
-    made = pictures.image(32, 32)
+    made = image_files.image(32, 32)
     for row in range(32):
         made.paste(tuple((seed * 37 + row * step) % 256 for step in (7, 31, 101)), (0, row, 32, row + 1))
-    return pictures.file_of(made)
+    return image_files.file_of(made)
 
 
 def image(seed: int) -> dict[str, Any]:
-    return pictures.part_of(file(seed))
+    return image_files.part_of(file(seed))
 
 
 def text(said: str) -> dict[str, Any]:

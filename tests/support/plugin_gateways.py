@@ -14,8 +14,8 @@ import pytest
 from baton.config.groups import PoolingSettings
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
 from support.gateways import FakeGateway, run_fake
+from support.raw_requests import connect
 from support.sample_plugins import plugin
-from support.wire import connect
 
 
 @contextmanager

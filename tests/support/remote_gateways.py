@@ -21,7 +21,7 @@ from baton.config.groups import EngineSettings
 from baton.engines.elsewhere.engine import RemoteEngine
 from baton.engines.fake.engine import FakeEngine
 from support.gateways import FakeGateway, run_fake
-from support.wire import wait_for
+from support.raw_requests import wait_for
 
 CARD = {"id": "far", "object": "model", "created": 1, "owned_by": "vllm", "root": "/home/secret"}
 

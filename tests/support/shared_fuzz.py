@@ -127,7 +127,7 @@ async def survive(server: StoreServer, tmp_path: Path, changes: int, seed: int) 
 
 async def list_and_sweep(one: Machine) -> None:
     await listed(one, "victim")
-    await one.handoffs._upkeep.sweep()
+    await one.handoffs.upkeep.sweep()
     await one.quiet()
     assert failures(one) == 0
 

@@ -31,7 +31,7 @@ from baton_kv.format import EntryDescription, LayerShape, Part
 from baton_kv.stores.base import SharedFiles
 from baton_kv.stores.file import FileStore
 from support.gateways import free_port
-from support.halted import halted
+from support.paused_process import halted
 
 ENGINE = FakeEngine("a", supports_handoffs=True)
 SECRET = "a secret that all machines of the test have"

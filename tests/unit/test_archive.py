@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from support.archives import Archive, ArchivedMachine, archived_machine, with_s3
-from support.noise import picture
+from support.random_images import picture
 from support.shared_stores import BINARIES, ENGINE, store_server
 
 from baton.engines.transfers import TransferReport, TransferRequest
@@ -133,7 +133,7 @@ async def test_a_deleted_handoff_stays_deleted_on_all_machines(machines: Machine
     await two.handoffs.delete(found)
     await two.quiet()
     assert await gone(two.handoffs, found)
-    one.storage.seen._versions.clear()  # some seconds later
+    one.storage.seen.versions.clear()  # some seconds later
     assert await gone(one.handoffs, record)
     assert not one.store.exists(record.key)
     assert archive.names("files") == []
@@ -154,7 +154,7 @@ async def test_a_change_never_brings_a_deleted_handoff_back(machines: Machines, 
             return_exceptions=True,
         )
         await one.quiet()
-        one.storage.seen._versions.clear()
+        one.storage.seen.versions.clear()
         assert await gone(one.handoffs, record)
         assert await gone(two.handoffs, other)
         assert await gone(machines(f"later {number}").handoffs, record)
@@ -197,7 +197,7 @@ async def test_changes_of_two_machines_at_once_are_both_kept(machines: Machines,
             two.handoffs.change(other, {"ttl_s": 100 + number}),
         )
         for machine in (one, two, machines(f"later {number}")):
-            machine.storage.seen._versions.clear()
+            machine.storage.seen.versions.clear()
             found = await machine.handoffs.get(record.id, "local")
             assert (found.label, found.ttl_s) == (f"mine {number}", pytest.approx(100 + number, abs=5))
 
@@ -255,7 +255,7 @@ async def test_a_record_that_was_changed_or_moved_is_refused(machines: Machines,
     for name in names:
         archive.write(name, b"")
     assert await gone(machines("five").handoffs, mine)
-    one.storage.seen._versions.clear()
+    one.storage.seen.versions.clear()
     assert not await gone(one.handoffs, mine)  # what is on the machine is still good
     await one.handoffs.delete(mine)
     assert await gone(one.handoffs, mine)
@@ -347,7 +347,7 @@ async def test_a_handoff_that_the_machine_evicted_is_found_again(
     record = await one.leave(pin=True)
     kv = one.read(record.key)
     found = await one.handoffs.get(record.id, "local")
-    one.handoffs._upkeep._evict(found)
+    one.handoffs.upkeep._evict(found)
     await one.quiet()
     assert not one.store.exists(record.key)
     again = await one.handoffs.get(record.id, "local")

@@ -37,7 +37,7 @@ async def test_an_archive_that_hangs_is_left_alone_after_three_deadlines_and_the
             with pytest.raises(HandoffStoreUnavailable):
                 await one.handoffs.get("x" * 32, "local")
         assert time.monotonic() - began < 100 * 0.5 / 2  # half of a hundred deadlines
-        one.storage.seen._versions.clear()
+        one.storage.seen.versions.clear()
         assert await one.handoffs.get(record.id, "local")  # what is on the machine is served
         await two.handoffs.fetch_here(found, ENGINE)
         assert not two.handoffs.is_here(found)  # so it is computed
@@ -66,7 +66,7 @@ async def test_what_could_not_be_archived_is_when_the_archive_is_back(
     assert archive.names("records") == []
     assert one.storage.archiver.is_waiting(record.id)
     one.storage.archive.bucket.breaker.resting_until = 0.0
-    one.storage.archiver._later[record.id] = 0.0
+    one.storage.archiver.later[record.id] = 0.0
     deadline = time.monotonic() + 20
     while one.storage.archiver.is_waiting(record.id):
         assert time.monotonic() < deadline

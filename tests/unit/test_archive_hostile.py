@@ -55,8 +55,8 @@ def site(archive: Archive, tmp_path: Path) -> Iterator[Site]:
 def try_again_now(machine: ArchivedMachine) -> None:
     """What could not be written is tried again in some seconds: let them have passed."""
     machine.storage.archive.bucket.breaker.resting_until = 0.0
-    for name in machine.storage.archiver._later:
-        machine.storage.archiver._later[name] = 0.0
+    for name in machine.storage.archiver.later:
+        machine.storage.archiver.later[name] = 0.0
 
 
 async def written(machine: ArchivedMachine, record: Handoff) -> None:
@@ -168,7 +168,7 @@ async def test_a_damaged_document_costs_the_machine_that_has_the_handoff_nothing
     record = await one.leave(pin=True)
     (name,) = site.archive.names("records")
     site.archive.damage(name)
-    one.storage.seen._versions.clear()
+    one.storage.seen.versions.clear()
     with pytest.raises(HandoffStoreUnavailable):
         await one.handoffs.change(record, {"label": "changed"})
     assert one.handoffs.is_here(await one.handoffs.get(record.id, "local"))
@@ -253,7 +253,7 @@ async def test_what_somebody_deleted_from_the_bucket_is_computed_or_gone(site: S
     assert found.bytes == 0  # it is computed
     for name in site.archive.names("records"):
         site.archive.delete(name)
-    one.storage.seen._versions.clear()
+    one.storage.seen.versions.clear()
     for machine in (one, site.machine("three")):
         with pytest.raises(HandoffNotFound):
             await machine.handoffs.get(second.id, "local")
@@ -294,7 +294,7 @@ async def test_a_change_while_the_handoff_is_being_written_is_not_lost(
     go_on.set()
     await changing
     await one.quiet()
-    one.storage.seen._versions.clear()
+    one.storage.seen.versions.clear()
     for machine in (one, site.machine("two")):
         assert (await machine.handoffs.get(record.id, "local")).label == "mine"
 
@@ -335,11 +335,11 @@ async def test_a_handoff_that_is_evicted_while_it_is_changed_or_looked_at_is_fou
         one.storage.here.remove(record)
         return read(handoff)
 
-    one.storage.seen._versions.clear()
+    one.storage.seen.versions.clear()
     one.storage.archive.records.read = evicted  # type: ignore[method-assign]
     assert (await one.handoffs.get(record.id, "local")).label == "second"
     await two.handoffs.delete(await two.handoffs.get(record.id, "local"))
-    one.storage.seen._versions.clear()
+    one.storage.seen.versions.clear()
     for _ in range(2):
         with pytest.raises(HandoffNotFound):
             await one.handoffs.get(record.id, "local")
@@ -370,7 +370,7 @@ async def test_what_another_machine_unpins_is_not_pinned_here(site: Site) -> Non
     record = await one.leave(pin=True)
     assert any(one.store.pinned().values())
     await two.handoffs.change(await two.handoffs.get(record.id, "local"), {"pin": False})
-    one.storage.seen._versions.clear()
+    one.storage.seen.versions.clear()
     assert not (await one.handoffs.get(record.id, "local")).pin
     assert not any(one.store.pinned().values())
 
@@ -383,7 +383,7 @@ async def test_a_handoff_can_be_pinned_on_a_machine_that_has_not_fetched_it(site
     assert found.pin
     await two.handoffs.fetch_here(found, ENGINE)
     assert any(two.store.pinned().values())
-    one.storage.seen._versions.clear()
+    one.storage.seen.versions.clear()
     assert (await one.handoffs.get(record.id, "local")).pin
 
 
@@ -402,7 +402,7 @@ async def test_a_change_of_a_handoff_that_the_machine_has_no_room_for_is_kept(
     await two.handoffs.change(found, {"label": "theirs"})
     assert (await site.machine("three").handoffs.get(record.id, "local")).label == "theirs"
     await two.handoffs.delete(found)
-    one.storage.seen._versions.clear()
+    one.storage.seen.versions.clear()
     with pytest.raises(HandoffNotFound):
         await one.handoffs.get(record.id, "local")
 
@@ -418,8 +418,8 @@ async def test_machines_that_restore_a_handoff_at_once_all_find_it(site: Site, t
         for _ in range(5):
             valkey.client.flushall()
             for each in others:
-                if (known := each.handoffs._index.known(record.id)) is not None:
-                    each.handoffs._index.drop(known)
+                if (known := each.handoffs.index.known(record.id)) is not None:
+                    each.handoffs.index.drop(known)
             found = await asyncio.gather(*(each.handoffs.get(record.id, "local") for each in others))
             assert {each.id for each in found} == {record.id}
         for each in others:
@@ -441,7 +441,7 @@ async def test_a_fetch_that_was_cut_off_is_not_waited_for_again_where_computing_
         began = time.monotonic()
         await two.handoffs.fetch_here(each, engine)
         waited.append(time.monotonic() - began)
-        await asyncio.gather(*two.handoffs._fetches._running.values())
+        await asyncio.gather(*two.handoffs.fetches.running.values())
         assert not two.handoffs.is_here(each)
     assert waited[0] > 0.9
     assert waited[1] < 0.9
@@ -504,7 +504,7 @@ async def test_kv_that_one_machine_found_wrong_is_used_on_none(site: Site) -> No
     audit = HandoffAudit(result="mismatch", difference=9.0, same_token=False, at=1)
     await one.handoffs.note_audit(record, audit)
     await written(one, record)
-    two.storage.seen._versions.clear()
+    two.storage.seen.versions.clear()
     again = await two.handoffs.get(record.id, "local")
     await two.handoffs.fetch_here(again, ENGINE)
     assert again.bytes == 0

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
-from support.handoff_house import Clocks, House, becomes
+from support.library_machines import Clocks, House, becomes
 
 from baton.config.groups import HandoffSettings
 from baton.engines.backend import EngineState

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
-from support.handoff_house import Clocks, House, audits_of
+from support.library_machines import Clocks, House, audits_of
 
 from baton.config.groups import HandoffSettings
 from baton.engines.backend import Operation
@@ -124,7 +124,7 @@ async def test_only_the_last_context_of_a_conversation_is_kept(house: House) -> 
         await gateway.ask(tokens(100 * turns))
     assert await gateway.finds(tokens(300)) == 300
     house.clocks.pass_(SUPERSEDED_FOR_S + 1)
-    gateway.handoffs._upkeep.drop_expired()
+    gateway.handoffs.upkeep.drop_expired()
     await asyncio.gather(*gateway.handoffs.background.running)
     assert len(list((house.folder / "store").rglob("*.kv"))) == 1
     assert await gateway.finds(tokens(100)) == 100, "of the last one, whose prefix it is"
@@ -171,7 +171,7 @@ async def test_a_restarted_gateway_and_one_beside_it_find_them_too(house: House)
     one, two = Gateway(house), Gateway(house)
     await one.ask(tokens(100, 1000))
     assert await two.finds(tokens(100, 1000)) == 0
-    await two.handoffs._holdings.refresh()
+    await two.handoffs.holdings.refresh()
     assert await two.finds(tokens(100, 1000)) == 100
 
 
@@ -326,7 +326,7 @@ async def test_a_step_of_the_clock_takes_no_context_away_and_keeps_none_longer(
     gateway = Gateway(house, ttl_s=60)
     await gateway.ask(tokens(100))
     house.clocks.wall += step
-    gateway.handoffs._upkeep.drop_expired()
+    gateway.handoffs.upkeep.drop_expired()
     assert await gateway.finds(tokens(100)) == 100
     house.clocks.pass_(61)
     assert await gateway.finds(tokens(100)) == 0
@@ -339,7 +339,7 @@ async def test_kv_that_was_evicted_no_longer_hides_what_is_there(house: House) -
     assert evicted is not None
     assert evicted.save is not None
     FileStore(house.folder / "store").delete(evicted.save)
-    await gateway.handoffs._upkeep.forget_evicted()
+    await gateway.handoffs.upkeep.forget_evicted()
     assert await gateway.finds([*tokens(100), *tokens(100, 700)]) == 100
 
 

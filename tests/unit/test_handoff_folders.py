@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.planted import foreign_folder, link, open_folder, pipe, plain_file
+from support.planted_files import foreign_folder, link, open_folder, pipe, plain_file
 
 from baton.config.settings import Settings
 from baton.engines.backend import ImageInput

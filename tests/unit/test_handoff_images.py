@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
-from support.handoff_house import becomes
-from support.noise import picture
+from support.library_machines import becomes
+from support.random_images import picture
 
 from baton.config.groups import HandoffSettings
 from baton.engines.backend import ImageInput
@@ -122,7 +122,7 @@ async def test_images_take_half_of_the_budget_at_most_and_the_oldest_handoffs_go
     last = await left(handoffs, big(4, 200 * KB), tenant="acme")
     there = {name.partition(".")[0] for name in files(tmp_path)}
     assert there == {pinned.id, small.id, last.id}
-    assert handoffs._index.find(first.id) is None
+    assert handoffs.index.find(first.id) is None
     assert not (tmp_path / "records" / f"{first.id}.json").exists()
 
 

@@ -37,7 +37,7 @@ async def test_a_page_of_ten_thousand_looks_at_a_page(
         *made[1::2],
         *[record(0.5, automatic=True, id=new_id(automatic=True)) for _ in range(9)],
     ]:
-        handoffs._index.add(each, 600)
+        handoffs.index.add(each, 600)
     looked: list[str] = []
     shown = Library._is_listed
 
@@ -57,12 +57,12 @@ async def test_a_page_of_ten_thousand_looks_at_a_page(
 async def test_what_was_dropped_or_is_anothers_is_in_no_page(handoffs: Library) -> None:
     mine, gone, theirs, over = record(1.0), record(2.0), record(3.0, "other"), record(4.0)
     for each in (mine, gone, theirs):
-        handoffs._index.add(each, 600)
-    handoffs._index.add(over, 0)
-    handoffs._index.forget(gone.model_copy())
+        handoffs.index.add(each, 600)
+    handoffs.index.add(over, 0)
+    handoffs.index.forget(gone.model_copy())
     assert await handoffs.page("acme", limit=9, after=None) == ([mine], False)
     for after in (gone.id, theirs.id, over.id, new_id()):
         with pytest.raises(HandoffNotFound):
             await handoffs.page("acme", limit=9, after=after)
-    handoffs._index.forget(mine)
+    handoffs.index.forget(mine)
     assert await handoffs.page("acme", limit=9, after=None) == ([], False)

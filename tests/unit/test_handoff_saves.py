@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from support.handoff_house import ENGINE, Clocks, House, there
+from support.library_machines import ENGINE, Clocks, House, there
 
 from baton.engines.transfers import TransferRequest
 from baton.library.handoff import Handoff, HandoffState

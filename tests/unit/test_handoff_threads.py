@@ -129,12 +129,12 @@ async def test_copies_of_one_tenant_hold_up_no_other(work: str, places: int) -> 
 
     async def begin(tenant: str) -> None:
         record = handoffs.begin(ENGINE, tenant)
-        handoffs._saving._settle(record, record.state)
+        handoffs.saving._settle(record, record.state)
         record.bytes = 1
         if work == "fetch":
-            await handoffs._fetches.fetch_here(record, ENGINE)
+            await handoffs.fetches.fetch_here(record, ENGINE)
         else:
-            await handoffs._saving._push_kv(record)
+            await handoffs.saving._push_kv(record)
 
     tasks = flood(lambda: begin("flood"))
     await until(storage, places)
@@ -183,7 +183,7 @@ async def test_a_save_that_holds_the_budgets_lock_does_not_wait_behind_its_tenan
     for tenant in ("flood", "another"):
         record = handoffs.begin(ENGINE, tenant, automatic=new_id(automatic=True))
         record.tokens.extend(range(64))
-        await asyncio.wait_for(handoffs._saving._write_record(record), 20)
+        await asyncio.wait_for(handoffs.saving._write_record(record), 20)
     await end(storage, tasks)
 
 
@@ -214,7 +214,7 @@ async def test_lists_do_not_wait_behind_removals() -> None:
     storage, handoffs = slow_handoffs()
     storage.go.set()
     gone = threading.Event()
-    removing = flood(lambda: handoffs._upkeep._run(gone.wait, 50))
+    removing = flood(lambda: handoffs.upkeep._run(gone.wait, 50))
     await asyncio.sleep(0)
     assert await asyncio.wait_for(handoffs.page("another", limit=9, after=None), 20) == ([], False)
     gone.set()

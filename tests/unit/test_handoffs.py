@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.handoff_house import ENGINE, Clocks, House, becomes, there
+from support.library_machines import ENGINE, Clocks, House, becomes, there
 
 from baton.engines.transfers import TransferRequest
 from baton.errors import HandoffNotFound, HandoffPinsFull

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
-from support.handoff_house import becomes
+from support.library_machines import becomes
 
 from baton.config.groups import HandoffSettings
 from baton.engines.fake.engine import FakeEngine
@@ -217,7 +217,7 @@ async def test_a_handoff_that_another_gateway_gave_more_time_is_not_removed_when
     house.now[0] += 50
     await changed(first, record.id, ttl_s=600)
     house.now[0] += 20
-    second._upkeep.drop_expired()  # before it has looked at what the other did
+    second.upkeep.drop_expired()  # before it has looked at what the other did
     await asyncio.gather(*second.background.running)
     assert (await second.get(record.id, "local")).expires_at == record.expires_at
     assert await ids(first) == await ids(second) == [record.id]
@@ -255,7 +255,7 @@ async def test_a_host_whose_clock_is_wrong_leaves_nothing_that_lives_for_ever_or
         await becomes(lambda: not list((house.folder / "store" / "records").glob("*.json")))
     again = await house.left(skewed)
     found = await true.get(again.id, "local")
-    assert 0 < true._index._deadlines[found.id] - house.now[0] <= 3600
+    assert 0 < true.index._deadlines[found.id] - house.now[0] <= 3600
 
 
 async def renewed(house: House, asked: int, limit: int) -> float:
@@ -298,7 +298,7 @@ async def test_a_limit_on_all_of_a_life_below_that_of_one_does_not_shorten_it(ho
 async def test_a_new_life_asked_for_after_the_clock_jumped_ends_none(house: House) -> None:
     handoffs = house.gateway(ttl_s=3600, max_life_s=3600)
     record = await house.left(handoffs)
-    handoffs._holdings.wall = lambda: 1_700_000_000.0 + house.now[0] + 86_400
+    handoffs.holdings.wall = lambda: 1_700_000_000.0 + house.now[0] + 86_400
     await handoffs.change(record, {"ttl_s": 600})
     assert (await handoffs.get(record.id, "local")).id == record.id
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageChops
-from support import pictures
+from support import image_files
 
 from baton.config.groups import ImageSettings
 from baton.errors import ImageTooLarge, InvalidImage
@@ -45,7 +45,7 @@ PLAIN = [
 @pytest.mark.parametrize(("kind", "mode"), PLAIN)
 def test_a_plain_upright_image_goes_on_as_it_came(kind: str, mode: str) -> None:
     """Nothing is decoded and encoded again that need not be: the bytes are the client's."""
-    data = pictures.file_of(pictures.image(mode=mode), kind)
+    data = image_files.file_of(image_files.image(mode=mode), kind)
     picture = read(data)
     assert picture.data is data
     assert (picture.width, picture.height, picture.media_type) == (24, 16, f"image/{kind.lower()}")
@@ -53,10 +53,13 @@ def test_a_plain_upright_image_goes_on_as_it_came(kind: str, mode: str) -> None:
 
 def test_the_digest_names_the_bytes_and_the_url_holds_them() -> None:
     """Another file is another name, also where the pixels are the same."""
-    one, other = read(pictures.file_of(pictures.image())), read(pictures.file_of(pictures.image(), "GIF"))
+    one, other = (
+        read(image_files.file_of(image_files.image())),
+        read(image_files.file_of(image_files.image(), "GIF")),
+    )
     assert one.digest != other.digest
     assert len(one.digest) == 64
-    assert one.url == pictures.url_of(one.data)
+    assert one.url == image_files.url_of(one.data)
     assert decoded_url(one.url, LIMITS, WHERE) == one.data
 
 
@@ -73,12 +76,12 @@ def test_exif_orientation_is_applied_and_forgotten(kind: str, orientation: int) 
         7: Image.Transpose.TRANSVERSE,
         8: Image.Transpose.ROTATE_90,
     }
-    wanted = pictures.image()
+    wanted = image_files.image()
     if orientation != 1:
         wanted = wanted.transpose(turns[orientation])
-    data = pictures.oriented(orientation, kind)
+    data = image_files.oriented(orientation, kind)
     picture = read(data)
-    found = pictures.opened(picture.data)
+    found = image_files.opened(picture.data)
     assert (picture.data is data) == (orientation == 1)
     assert found.getexif().get(0x0112, 1) == 1
     assert found.size == wanted.size == (picture.width, picture.height)
@@ -88,30 +91,30 @@ def test_exif_orientation_is_applied_and_forgotten(kind: str, orientation: int) 
 @pytest.mark.parametrize("said", [0, 9, 77])
 def test_an_orientation_that_is_none_is_nobodys_to_apply(said: int) -> None:
     """EXIF knows eight."""
-    data = pictures.oriented(said)
+    data = image_files.oriented(said)
     assert read(data).data is data
 
 
 def test_cmyk_becomes_rgb() -> None:
     """Printers' inks are no screen's colours, and processors do not know them."""
-    picture = read(pictures.file_of(Image.new("CMYK", (24, 16), (0, 255, 255, 0)), "JPEG", quality=95))
-    red, green, blue = pictures.opened(picture.data).getpixel((3, 3))  # type: ignore[misc]
+    picture = read(image_files.file_of(Image.new("CMYK", (24, 16), (0, 255, 255, 0)), "JPEG", quality=95))
+    red, green, blue = image_files.opened(picture.data).getpixel((3, 3))  # type: ignore[misc]
     assert (red > 240, green < 15, blue < 15, picture.media_type) == (True, True, True, "image/jpeg")
 
 
 def test_sixteen_bits_are_scaled_and_not_clipped() -> None:
     """A ramp of 16 bits stays a ramp; clipped, nearly all of it would be white."""
     ramp = np.linspace(0, 65535, 24 * 16).astype(np.uint16).reshape(16, 24)
-    found = np.asarray(pictures.opened(read(pictures.file_of(Image.fromarray(ramp))).data)).astype(int)
+    found = np.asarray(image_files.opened(read(image_files.file_of(Image.fromarray(ramp))).data)).astype(int)
     assert found.dtype == np.dtype(int)
     assert np.abs(found - ramp / 257).max() <= 1
 
 
 def test_transparency_without_an_alpha_channel_gets_one() -> None:
     """A palette's transparent entry must stay transparent, and not become whatever colour it has."""
-    made = pictures.image(mode="P")
-    picture = read(pictures.file_of(made, "PNG", transparency=made.getpixel((0, 0))))
-    found = pictures.opened(picture.data)
+    made = image_files.image(mode="P")
+    picture = read(image_files.file_of(made, "PNG", transparency=made.getpixel((0, 0))))
+    found = image_files.opened(picture.data)
     assert found.mode == "RGBA"
     assert found.getpixel((0, 0))[3] == 0  # type: ignore[index]
     assert found.getpixel((23, 0))[3] == 255  # type: ignore[index]
@@ -119,20 +122,20 @@ def test_transparency_without_an_alpha_channel_gets_one() -> None:
 
 def test_a_phone_s_jpeg_with_a_second_picture_is_its_first() -> None:
     """Two pictures in one JPEG are no animation."""
-    data = pictures.two_pictures_in_one()
+    data = image_files.two_pictures_in_one()
     assert (read(data).data is data, read(data).width, read(data).media_type) == (True, 24, "image/jpeg")
 
 
-@pytest.mark.parametrize("name", sorted(pictures.DISGUISED))
+@pytest.mark.parametrize("name", sorted(image_files.DISGUISED))
 def test_what_is_no_image_is_refused_whatever_it_is_called(name: str) -> None:
     """The bytes count."""
-    assert refused(pictures.DISGUISED[name]).code == "invalid_image"
+    assert refused(image_files.DISGUISED[name]).code == "invalid_image"
 
 
 @pytest.mark.parametrize("kind", ["PNG", "WEBP", "GIF"])
 def test_animated_files_are_refused(kind: str) -> None:
     """One of its frames would be looked at, and nobody would know which."""
-    assert "animated" in refused(pictures.animated(kind)).message
+    assert "animated" in refused(image_files.animated(kind)).message
 
 
 @pytest.mark.parametrize(
@@ -148,14 +151,14 @@ def test_animated_files_are_refused(kind: str) -> None:
 )
 def test_sizes_no_model_was_made_for(size: tuple[int, int], code: str, said: str) -> None:
     """Each is refused by what the file says of itself: there are no pixels in these."""
-    error = refused(pictures.png(*size))
+    error = refused(image_files.png(*size))
     assert (error.code, said in error.message) == (code, True)
     assert f"{size[0]}x{size[1]}" in error.message
 
 
 def test_limits_are_taken_to_the_pixel() -> None:
     """What is just allowed is read, one more is not."""
-    data = pictures.file_of(pictures.image(24, 16))
+    data = image_files.file_of(image_files.image(24, 16))
     assert read(data, pixels=24 * 16, side_max=24, side_min=16).data is data
     assert refused(data, pixels=24 * 16 - 1).code == "image_too_large"
     assert refused(data, side_max=23).code == "image_too_large"
@@ -168,11 +171,11 @@ def test_limits_are_taken_to_the_pixel() -> None:
 def test_a_bomb_is_refused_before_it_goes_off() -> None:
     """65500 x 65500 pixels in a few KB, and sizes past all counting."""
     for width, height in ((65_500, 65_500), (2**31 - 1, 2**31 - 1)):
-        error = refused(pictures.png(width, height, pictures.chunk(b"IDAT", b"x" * 100)))
+        error = refused(image_files.png(width, height, image_files.chunk(b"IDAT", b"x" * 100)))
         assert isinstance(error, ImageTooLarge)
 
 
-@pytest.mark.parametrize("made", [pictures.text_bomb, pictures.profile_bomb])
+@pytest.mark.parametrize("made", [image_files.text_bomb, image_files.profile_bomb])
 def test_what_is_packed_beside_the_pixels_is_not_unpacked_without_end(made: Any) -> None:
     """64 MiB of text or profile in 64 KiB."""
     data = made()
@@ -183,11 +186,11 @@ def test_what_is_packed_beside_the_pixels_is_not_unpacked_without_end(made: Any)
 @pytest.mark.parametrize(
     ("made", "few", "many"),
     [
-        (pictures.many_chunks, 1000, 5000),
-        (pictures.many_pixel_chunks, 10_000, 50_000),
-        (pictures.many_segments, 1000, 5000),
-        (pictures.many_extensions, 1000, 5000),
-        (pictures.many_scans, 20, 5000),
+        (image_files.many_chunks, 1000, 5000),
+        (image_files.many_pixel_chunks, 10_000, 50_000),
+        (image_files.many_segments, 1000, 5000),
+        (image_files.many_extensions, 1000, 5000),
+        (image_files.many_scans, 20, 5000),
     ],
 )
 def test_a_file_of_endless_small_parts_is_refused(made: Any, few: int, many: int) -> None:
@@ -196,28 +199,28 @@ def test_a_file_of_endless_small_parts_is_refused(made: Any, few: int, many: int
     assert "too many parts" in refused(made(many)).message
 
 
-@pytest.mark.parametrize("kind", pictures.FORMATS)
+@pytest.mark.parametrize("kind", image_files.FORMATS)
 def test_a_file_cut_short_loses_no_pixel_unnoticed(kind: str) -> None:
     """Wherever it is cut, it is refused, or every pixel is still there."""
-    whole = pictures.file_of(pictures.image(), kind)
-    wanted = pictures.opened(whole).convert("RGBA")
+    whole = image_files.file_of(image_files.image(), kind)
+    wanted = image_files.opened(whole).convert("RGBA")
     for length in range(len(whole)):
         try:
-            found = pictures.opened(read(whole[:length]).data).convert("RGBA")
+            found = image_files.opened(read(whole[:length]).data).convert("RGBA")
         except InvalidImage:
             continue
         assert found.tobytes() == wanted.tobytes(), length
 
 
 FILES = [
-    *(pictures.file_of(pictures.image(), kind) for kind in pictures.FORMATS),
-    pictures.file_of(pictures.image(), "JPEG", progressive=True),
-    pictures.file_of(pictures.image(mode="P"), "PNG", transparency=0),
-    pictures.oriented(6),
-    pictures.two_pictures_in_one(),
-    pictures.animated("GIF"),
-    pictures.animated("WEBP"),
-    pictures.animated("PNG"),
+    *(image_files.file_of(image_files.image(), kind) for kind in image_files.FORMATS),
+    image_files.file_of(image_files.image(), "JPEG", progressive=True),
+    image_files.file_of(image_files.image(mode="P"), "PNG", transparency=0),
+    image_files.oriented(6),
+    image_files.two_pictures_in_one(),
+    image_files.animated("GIF"),
+    image_files.animated("WEBP"),
+    image_files.animated("PNG"),
 ]
 
 
@@ -238,19 +241,21 @@ def test_no_file_raises_anything_but_our_errors(data: st.DataObject) -> None:
         return
     assert picture.width * picture.height <= 100_000
     assert min(picture.width, picture.height) >= 4
-    assert pictures.opened(picture.data).size == (picture.width, picture.height)
+    assert image_files.opened(picture.data).size == (picture.width, picture.height)
 
 
 @pytest.mark.fault("F8")
 def test_a_lossy_webp_that_is_turned_upright_does_not_grow_many_times() -> None:
     """As a PNG it would: pixels that were lossy stay about as large as a JPEG."""
-    sent = pictures.photo(900, 600, "WEBP", lossless=False, quality=70)
-    lossless = pictures.photo(900, 600, "WEBP", lossless=True)
+    sent = image_files.photo(900, 600, "WEBP", lossless=False, quality=70)
+    lossless = image_files.photo(900, 600, "WEBP", lossless=True)
     assert read(sent).media_type == "image/jpeg"
     assert len(read(sent).data) < 4 * len(sent)
     assert read(lossless).media_type == "image/png"
-    shown = np.asarray(pictures.opened(read(sent).data).convert("RGB"), np.int16)
-    wanted = np.asarray(pictures.opened(sent).transpose(Image.Transpose.ROTATE_270).convert("RGB"), np.int16)
+    shown = np.asarray(image_files.opened(read(sent).data).convert("RGB"), np.int16)
+    wanted = np.asarray(
+        image_files.opened(sent).transpose(Image.Transpose.ROTATE_270).convert("RGB"), np.int16
+    )
     assert np.abs(shown - wanted).mean() < 3
 
 
@@ -260,7 +265,7 @@ def test_an_image_is_held_to_its_limit_again_after_it_was_rewritten(kind: str) -
     options = {"JPEG": {"quality": 5}, "WEBP": {"lossless": False, "quality": 5}}.get(
         kind, {"optimize": True}
     )
-    sent = pictures.photo(300, 200, kind, **options)
+    sent = image_files.photo(300, 200, kind, **options)
     written = len(read(sent).data)
     assert written > len(sent), "the test wants one that grows"
     assert len(read(sent, file_bytes=written).data) == written

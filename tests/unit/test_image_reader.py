@@ -9,7 +9,7 @@ import threading
 from typing import Any
 
 import pytest
-from support import pictures
+from support import image_files
 
 from baton.config.groups import ImageSettings
 from baton.errors import GatewayOverloaded, ImageTooLarge, InvalidImage
@@ -35,7 +35,7 @@ def named(count: int) -> list[ImagePart]:
 
 async def test_so_many_are_fetched_at_once_whoever_asks() -> None:
     """And held in memory: a place is left when an image has been read."""
-    data, now, most = pictures.file_of(pictures.image()), 0, 0
+    data, now, most = image_files.file_of(image_files.image()), 0, 0
 
     async def fetch(_url: str, _where: str) -> bytes:
         nonlocal now, most
@@ -78,7 +78,7 @@ async def test_images_that_wait_to_be_read_for_too_long_are_told_to_come_back(
         return ClientImage(b"", "image/png", 8, 8)
 
     monkeypatch.setattr("baton.images.reader.decode_image", held)
-    parts = [ImagePart({}, "url", "images[0]", pictures.url_of(pictures.file_of(pictures.image())))]
+    parts = [ImagePart({}, "url", "images[0]", image_files.url_of(image_files.file_of(image_files.image())))]
     metrics = GatewayMetrics()
     settings = ImageSettings(threads=1)
     images = ImageReader(settings, metrics.images, no_fetch, queues=metrics.queues, wait_s=0.05)
@@ -133,8 +133,8 @@ def test_base64_of_too_much_is_not_decoded() -> None:
 
 @pytest.mark.fault("F8")
 async def test_the_images_of_one_request_are_bounded_together_as_the_engine_gets_them() -> None:
-    sent = pictures.photo(300, 200, "PNG")
-    parts = [ImagePart({}, "url", f"images[{number}]", pictures.url_of(sent)) for number in range(4)]
+    sent = image_files.photo(300, 200, "PNG")
+    parts = [ImagePart({}, "url", f"images[{number}]", image_files.url_of(sent)) for number in range(4)]
     each = len(decode_image(sent, LIMITS, WHERE).data)
 
     async def sizes(limit: int) -> list[int]:
@@ -157,8 +157,8 @@ async def test_images_are_named_in_the_thread_that_reads_them(monkeypatch: pytes
         return sha256(data)
 
     monkeypatch.setattr("baton.images.client_image.hashlib.sha256", counted)
-    sent = pictures.file_of(pictures.image())
-    parts = [ImagePart({}, "url", "images[0]", pictures.url_of(sent))]
+    sent = image_files.file_of(image_files.image())
+    parts = [ImagePart({}, "url", "images[0]", image_files.url_of(sent))]
     (picture,) = await reading(None).read(parts, "acme")
     assert picture.digest == picture.digest == sha256(sent).hexdigest()
     assert threads == [False]

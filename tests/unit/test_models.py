@@ -32,7 +32,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EmbeddedModel:
         (folder / "config.json").write_text("{}")
         (folder / "model.safetensors").write_bytes(source.read_bytes())
 
-    monkeypatch.setattr(store_module, "_convert", convert)
+    monkeypatch.setattr(store_module, "convert_apart", convert)
     model = dataclasses.replace(
         SMOLLM2,
         name="tiny",
@@ -50,7 +50,7 @@ def test_a_model_is_prepared_once_and_found_again(
     store = ModelStore(tmp_path / "models")
     folder = store.prepare(tiny)
     assert (folder / "model.safetensors").read_bytes() == WEIGHTS
-    monkeypatch.setattr(store_module, "_convert", None)  # a second conversion would fail
+    monkeypatch.setattr(store_module, "convert_apart", None)  # a second conversion would fail
     assert store.prepare(tiny) == folder
     assert store.resolve("tiny") == str(folder)
 
@@ -112,7 +112,7 @@ def test_a_conversion_that_dies_leaves_nothing_behind(
         (folder / "half").write_bytes(b"half")
         raise StartError("died")
 
-    monkeypatch.setattr(store_module, "_convert", die)
+    monkeypatch.setattr(store_module, "convert_apart", die)
     store = ModelStore(tmp_path / "models")
     with pytest.raises(StartError):
         store.prepare(tiny)
@@ -123,13 +123,13 @@ def test_two_at_once_prepare_it_once(
     tiny: EmbeddedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Path] = []
-    real = store_module._convert
+    real = store_module.convert_apart
 
     def convert(source: Path, folder: Path) -> None:
         made.append(folder)
         real(source, folder)
 
-    monkeypatch.setattr(store_module, "_convert", convert)
+    monkeypatch.setattr(store_module, "convert_apart", convert)
     store = ModelStore(tmp_path / "models")
     threads = [threading.Thread(target=store.prepare, args=(tiny,)) for _ in range(4)]
     for thread in threads:
@@ -162,7 +162,7 @@ def test_a_local_folder_and_a_hub_id_are_taken_as_they_are(tmp_path: Path) -> No
 
 def test_a_conversion_that_fails_ends_in_its_last_line(tmp_path: Path) -> None:
     with pytest.raises(StartError, match=r"could not be unpacked: FileNotFoundError: .*no\.gguf"):
-        store_module._convert(tmp_path / "no.gguf", tmp_path / "out")
+        store_module.convert_apart(tmp_path / "no.gguf", tmp_path / "out")
 
 
 def test_a_name_that_is_nearly_an_embedded_model_s_is_asked_of_no_hub(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.rows import each
+from support.table_tests import each
 
 
 def test_every_row_is_run_and_all_that_fail_are_named() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from support.rows import each
+from support.table_tests import each
 
 from baton.config.groups import Frozen
 from baton.config.settings import Settings, load_settings, variables

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.raw_requests import wait_for
 from support.shared_index import index_errors
 from support.shared_stores import ENGINE, Machine, StoreServer, machine, servers, store_server
-from support.wire import wait_for
 
 from baton.engines.transfers import TransferRequest
 from baton.errors import HandoffNotFound, HandoffStoreUnavailable

@@ -10,8 +10,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from support.handoff_house import becomes
-from support.noise import picture
+from support.library_machines import becomes
+from support.random_images import picture
 from support.shared_index import index_errors
 from support.shared_stores import BINARIES, ENGINE, Machine, StoreServer, machine, servers, store_server
 from support.tcp_proxy import tcp_proxy
@@ -206,10 +206,10 @@ async def test_a_long_push_is_reported_as_pending(
     one.handoffs.end(record, TransferRequest(), range(64))
     await one.handoffs.settled(record, 20)
     assert record.state is HandoffState.READY  # for requests of this machine
-    assert one.handoffs._saving.announced() == [record.id]
+    assert one.handoffs.saving.announced() == [record.id]
     pushed.set()
     await one.quiet()
-    assert one.handoffs._saving.announced() == []
+    assert one.handoffs.saving.announced() == []
 
 
 async def test_a_gateway_that_missed_more_removals_than_are_remembered_keeps_what_is_there(
@@ -307,7 +307,7 @@ async def test_an_automatic_handoff_of_another_machine_is_fetched_for_the_next_r
     one.pool.files.drop([left.key])
     assert automatic.find(ENGINE, "local", prompt) is None
     await two.quiet()
-    assert two.handoffs._index.known(left.id) is None  # it hides no other one
+    assert two.handoffs.index.known(left.id) is None  # it hides no other one
 
 
 async def test_a_fetched_automatic_handoff_still_gives_way_to_others(
@@ -480,7 +480,7 @@ async def test_a_fetch_that_was_cut_off_is_not_waited_for_again_where_computing_
             await two.handoffs.fetch_here(found, engine)
             waited.append(time.monotonic() - began)
             assert not two.handoffs.is_here(found)
-            while running := list(two.handoffs._fetches._running.values()):
+            while running := list(two.handoffs.fetches.running.values()):
                 await asyncio.wait(running)  # it is cut off with its next chunk, and its rate known then
             proxy.delay_s = 0.0
         assert waited[0] > 0.45
@@ -585,7 +585,7 @@ async def test_gateways_whose_clocks_differ_agree_on_the_end_of_a_life(
         real = time.time
         monkeypatch.setattr(time, "time", lambda: real() + 600)
         two = machine(tmp_path / "two", server.url)
-        two.handoffs._holdings.wall = lambda: real() + 600
+        two.handoffs.holdings.wall = lambda: real() + 600
         record = await two.leave(ttl_s=300)
         monkeypatch.undo()
         found = await one.handoffs.get(record.id, "local")
@@ -599,7 +599,7 @@ async def test_a_clock_that_is_set_while_the_gateway_runs_is_noticed(
         one, two = machine(tmp_path / "one", server.url), machine(tmp_path / "two", server.url)
         real, monotonic = time.time, time.monotonic
         monkeypatch.setattr(time, "time", lambda: real() - 600)
-        two.handoffs._holdings.wall = time.time
+        two.handoffs.holdings.wall = time.time
         two.pool.connection._clock = lambda: monotonic() + 61  # a minute later
         record = await two.leave(ttl_s=300)
         monkeypatch.undo()
@@ -629,7 +629,7 @@ async def test_pushes_leave_threads_for_requests(tmp_path: Path, monkeypatch: py
             one.entry(record.key)
             one.handoffs.end(record, TransferRequest(), range(64))
         try:
-            await becomes(lambda: len(one.handoffs._saving._sharing) == 50)
+            await becomes(lambda: len(one.handoffs.saving._sharing) == 50)
             began = time.monotonic()
             await asyncio.to_thread(one.handoffs.is_here, record)
             assert time.monotonic() - began < 20

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.noise import picture
+from support.random_images import picture
 from support.shared_fuzz import DEEP, listed, survive
 from support.shared_stores import ENGINE, Machine, StoreServer, machine, servers, store_server
 

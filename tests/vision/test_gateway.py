@@ -10,10 +10,10 @@ from typing import Any
 
 import httpx
 import pytest
-from support import pictures
-from support.asked import asked_all_the_time
+from support import image_files
 from support.gateways import RealGateway
 from support.look_requests import ask, body_of, file, filler, image, metric, refused, said, text
+from support.steady_requests import asked_all_the_time
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 LENGTH = 256
@@ -54,17 +54,17 @@ def test_an_image_takes_its_tokens(gateway: RealGateway) -> None:
 
 def test_images_in_a_file_of_any_kind_are_the_same_image(gateway: RealGateway) -> None:
     """PNG, lossless WebP, a palette, and one on its side: one answer."""
-    made = pictures.opened(file(3))
+    made = image_files.opened(file(3))
     wanted = said(ask(gateway, image(3), text("what?")))
-    exif = pictures.Image.Exif()
+    exif = image_files.Image.Exif()
     exif[0x0112] = 8
-    turned = made.transpose(pictures.Image.Transpose.ROTATE_270)
+    turned = made.transpose(image_files.Image.Transpose.ROTATE_270)
     for data in (
-        pictures.file_of(made, "WEBP"),
-        pictures.file_of(made.quantize(256), "GIF"),
-        pictures.file_of(turned, "PNG", exif=exif.tobytes()),
+        image_files.file_of(made, "WEBP"),
+        image_files.file_of(made.quantize(256), "GIF"),
+        image_files.file_of(turned, "PNG", exif=exif.tobytes()),
     ):
-        assert said(ask(gateway, pictures.part_of(data), text("what?"))) == pytest.approx(wanted, abs=1e-3)
+        assert said(ask(gateway, image_files.part_of(data), text("what?"))) == pytest.approx(wanted, abs=1e-3)
 
 
 def test_every_api_shows_the_model_the_same(gateway: RealGateway, token: int) -> None:
@@ -180,12 +180,12 @@ def test_token_ids_slipped_in_beside_a_chat_are_not_taken(gateway: RealGateway, 
 
 
 BAD = {
-    "bomb": [{"image_url": pictures.url_of(pictures.png(65_500, 65_500, pictures.pixels_of(8, 8)))}],
-    "1x1": [pictures.part_of(pictures.file_of(pictures.image(1, 1)))],
-    "1x65000": [pictures.part_of(pictures.png(1, 65_000))],
-    "animated": [pictures.part_of(pictures.animated("WEBP"))],
-    "truncated": [pictures.part_of(file(1)[:90])],
-    "disguised": [pictures.part_of(pictures.SVG)],
+    "bomb": [{"image_url": image_files.url_of(image_files.png(65_500, 65_500, image_files.pixels_of(8, 8)))}],
+    "1x1": [image_files.part_of(image_files.file_of(image_files.image(1, 1)))],
+    "1x65000": [image_files.part_of(image_files.png(1, 65_000))],
+    "animated": [image_files.part_of(image_files.animated("WEBP"))],
+    "truncated": [image_files.part_of(file(1)[:90])],
+    "disguised": [image_files.part_of(image_files.SVG)],
     "too many": [image(1)] * 4,
     "by id alone": [{"type": "image_url", "image_url": None, "uuid": "x"}],
     "embeddings": [{"type": "image_embeds", "image_embeds": "AAAA"}],
@@ -245,11 +245,11 @@ def test_the_same_new_image_may_come_many_times_at_once(gateway: RealGateway) ->
 
 def test_large_images_hold_nobody_up(gateway: RealGateway) -> None:
     """Six photos of 20 megapixels, one on its side: read, written anew and processed beside the event loop."""
-    exif = pictures.Image.Exif()
+    exif = image_files.Image.Exif()
     exif[0x0112] = 6
-    photo = pictures.image(5000, 4000)
+    photo = image_files.image(5000, 4000)
     bodies = [
-        pictures.part_of(pictures.file_of(photo, "JPEG", quality=90 - number, exif=exif.tobytes()))
+        image_files.part_of(image_files.file_of(photo, "JPEG", quality=90 - number, exif=exif.tobytes()))
         for number in range(6)
     ]
     answers: list[httpx.Response] = []

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from support.gateways import RealGateway
-from support.noise import part, picture, user
+from support.random_images import part, picture, user
 
 pytestmark = [pytest.mark.engine, pytest.mark.chaos, pytest.mark.timeout(600)]
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from support.gateways import RealGateway
 from support.image_relays import CHAT, TEXT, Answer, Eyes, Seer
-from support.noise import part, picture, user
+from support.random_images import part, picture, user
 
 from baton.images.client_image import ClientImage
 

@@ -33,7 +33,7 @@ class Fetches:
         self._tier = holdings.tier
         self._metrics = metrics
         self._within_s = within_s
-        self._running: dict[str, asyncio.Future[bool]] = {}
+        self.running: dict[str, asyncio.Future[bool]] = {}
         self._rates: dict[str, float] = {}
         self._slower = 0
         self._skipped: OrderedDict[str, float] = OrderedDict()
@@ -71,11 +71,11 @@ class Fetches:
             self._skipped.popitem(last=False)
 
     def _begin(self, record: Handoff, source: str) -> asyncio.Future[bool]:
-        running = self._running.get(record.id)
+        running = self.running.get(record.id)
         if running is None:
             running = asyncio.ensure_future(self._fetch(record, source))
-            self._running[record.id] = running
-            running.add_done_callback(lambda _: self._running.pop(record.id, None))
+            self.running[record.id] = running
+            running.add_done_callback(lambda _: self.running.pop(record.id, None))
         return running
 
     def _seconds_if_slower(self, record: Handoff, engine: LocalEngine, rate: float | None) -> float | None:

@@ -43,6 +43,11 @@ class Library:
 
     Attributes:
         background: what goes on when the request that began it is cancelled.
+        index: the handoffs that this gateway knows.
+        holdings: keeps the index in step with the tiers.
+        saving: saves pending handoffs.
+        upkeep: removes what has expired or does not fit.
+        fetches: copies KV from other tiers to this machine.
     """
 
     def __init__(
@@ -59,17 +64,17 @@ class Library:
         metrics.store_budget.set(int(settings.budget))
         self.background = BackgroundWork()
         self._settings = settings
-        self._index = HandoffIndex(clock, automatic=automatic)
+        self.index = HandoffIndex(clock, automatic=automatic)
         self._tier = tier
         self._pool = tier.here.pool
         self._threads = threads or HandoffThreads()
-        self._holdings = Holdings(self._index, tier, self._threads, wall)
-        self._saving = Saving(self._holdings, settings)
-        self._upkeep = Upkeep(self._holdings, self._saving, metrics, self.in_background)
-        self._fetches = Fetches(self._holdings, metrics, settings.fetch_s)
+        self.holdings = Holdings(self.index, tier, self._threads, wall)
+        self.saving = Saving(self.holdings, settings)
+        self.upkeep = Upkeep(self.holdings, self.saving, metrics, self.in_background)
+        self.fetches = Fetches(self.holdings, metrics, settings.fetch_s)
         self._finishing: set[asyncio.Task[None]] = set()
         for record in (found := tier.here.records.read_all()):
-            self._holdings.adopt(record)
+            self.holdings.adopt(record)
         tier.begin(found)
 
     def in_background(self, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
@@ -78,18 +83,18 @@ class Library:
 
     async def proof(self, challenge: str, tenant: str) -> str | None:
         """Answer a challenge as only gateways over the same store can; None: there is no store."""
-        return await self._holdings.run(tenant, self._tier.here.proof, challenge)
+        return await self.holdings.run(tenant, self._tier.here.proof, challenge)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Sweep while inside; at the end wait a moment for background work."""
-        tasks = {asyncio.create_task(self._upkeep.run(), name="handoff-sweeper")}
+        tasks = {asyncio.create_task(self.upkeep.run(), name="handoff-sweeper")}
         if self._pool is not None:
-            tasks.add(asyncio.create_task(self._saving.keep_announced(), name="handoffs-pending"))
+            tasks.add(asyncio.create_task(self.saving.keep_announced(), name="handoffs-pending"))
         try:
             yield
         finally:
-            self._saving.closing = True
+            self.saving.closing = True
             for task in tasks:
                 task.cancel()
             await asyncio.wait({*tasks, *self.background.running}, timeout=CLOSE_WITHIN_S)
@@ -104,9 +109,7 @@ class Library:
         finally:
             if self._finishing:
                 await asyncio.wait(self._finishing, timeout=CLOSE_WITHIN_S)
-                await asyncio.wait(
-                    {self.in_background(self._saving.write_unshared())}, timeout=CLOSE_WITHIN_S
-                )
+                await asyncio.wait({self.in_background(self.saving.write_unshared())}, timeout=CLOSE_WITHIN_S)
 
     def begin(
         self,
@@ -130,7 +133,7 @@ class Library:
             translated_from: id of the handoff of other weights whose text it holds.
             exact: False until it is known that no KV was moved.
         """
-        now = self._holdings.wall()
+        now = self.holdings.wall()
         lives = min(ttl_s or self._settings.ttl_s, self._settings.ttl_s)
         record = Handoff(
             id=automatic or new_id(),
@@ -148,11 +151,11 @@ class Library:
             translated_from=translated_from,
             exact=exact,
         )
-        self._saving.begin(record)
-        self._index.add(record, lives)
+        self.saving.begin(record)
+        self.index.add(record, lives)
         if self._pool is not None and not record.automatic:
-            self.in_background(self._saving.announce(record))
-        self._upkeep.make_room(tenant)
+            self.in_background(self.saving.announce(record))
+        self.upkeep.make_room(tenant)
         return record
 
     def end(
@@ -169,30 +172,30 @@ class Library:
             transfer: the request to the engine, with its report; None: the request failed.
             reason: why the request failed, for its client.
         """
-        if not self._saving.is_pending(record) or record.tokens:
+        if not self.saving.is_pending(record) or record.tokens:
             return
         if transfer is None or not tokens:
             record.error = reason
-            self._index.expire_in(record, min(FAILED_FOR_S, record.ttl_s))
-            self._saving.fail(record)
+            self.index.expire_in(record, min(FAILED_FOR_S, record.ttl_s))
+            self.saving.fail(record)
             if self._pool is not None:
-                self.in_background(self._saving.retract(record))
+                self.in_background(self.saving.retract(record))
             return
         record.fill(tokens, context, transfer.images)
-        finish = self._saving.finish_automatic if record.automatic else self._saving.finish
+        finish = self.saving.finish_automatic if record.automatic else self.saving.finish
         saving = self.in_background(finish(record, transfer))
         self._finishing.add(saving)
         saving.add_done_callback(self._finishing.discard)
 
     async def settled(self, record: Handoff, within_s: float) -> bool:
         """Wait until a handoff is no longer pending, at most `within_s` seconds; returns whether it was."""
-        was_pending = record.state is HandoffState.PENDING or self._saving.is_pending(record)
-        await self._saving.settled(record, within_s)
+        was_pending = record.state is HandoffState.PENDING or self.saving.is_pending(record)
+        await self.saving.settled(record, within_s)
         return was_pending
 
     def is_awaited(self, record: Handoff) -> bool:
         """Return whether a request waits for a pending handoff."""
-        return self._saving.is_awaited(record)
+        return self.saving.is_awaited(record)
 
     async def images(self, record: Handoff) -> list[PlacedImage]:
         """Return the images of a handoff's context, in order.
@@ -202,7 +205,7 @@ class Library:
         """
         if not record.images:
             return []
-        return await self._holdings.run(record.tenant, self._tier.read_images, record)
+        return await self.holdings.run(record.tenant, self._tier.read_images, record)
 
     async def get(self, handoff_id: str, tenant: str) -> Handoff:
         """Return one of a tenant's handoffs, also one that another gateway over the same store saved.
@@ -211,7 +214,7 @@ class Library:
             HandoffNotFound: the id is unknown, deleted, expired, or another tenant's; clients cannot tell
                 which.
         """
-        record = await self._holdings.look_up(handoff_id, tenant)
+        record = await self.holdings.look_up(handoff_id, tenant)
         if record is None or record.tenant != tenant or record.automatic:
             raise HandoffNotFound()
         await self._require_origin(record)
@@ -227,7 +230,7 @@ class Library:
         passed: set[str] = set()
         while origin is not None and origin.translated_from is not None and origin.id not in passed:
             passed.add(origin.id)
-            origin = await self._holdings.look_up(origin.translated_from, record.tenant)
+            origin = await self.holdings.look_up(origin.translated_from, record.tenant)
         if origin is None or origin.id in passed:  # no gateway makes a circle
             raise HandoffNotFound()
 
@@ -243,18 +246,18 @@ class Library:
         Raises:
             HandoffNotFound: the tenant has no handoff with the id `after`.
         """
-        await self._holdings.refresh()
-        last = self._index.find(after) if after is not None else None
+        await self.holdings.refresh()
+        last = self.index.find(after) if after is not None else None
         if after is not None and (last is None or last.tenant != tenant or not self._is_listed(last)):
             raise HandoffNotFound()
-        listed = (each for each in self._index.newest(tenant, last) if self._is_listed(each))
+        listed = (each for each in self.index.newest(tenant, last) if self._is_listed(each))
         page = list(islice(listed, limit + 1))
         return page[:limit], len(page) > limit
 
     def _is_listed(self, record: Handoff) -> bool:
         """Return whether a handoff is shown: it and what it is a translation of have not expired."""
         origins = [record.id] if record.translated_from is None else [record.id, record.translated_from]
-        return not record.automatic and all(self._index.find(each) is not None for each in origins)
+        return not record.automatic and all(self.index.find(each) is not None for each in origins)
 
     async def change(self, record: Handoff, changes: dict[str, Any]) -> None:
         """Set a handoff's `label`, `ttl_s` (from now, within the longest life) or `pin`.
@@ -267,14 +270,14 @@ class Library:
 
     async def _change(self, record: Handoff, changes: dict[str, Any]) -> None:
         async with record.guard:
-            unsaved = self._index.unsaved_footprints(record) if changes.get("pin") else []
-            edit = self._saving.rules.apply(changes, self._holdings.wall(), unsaved)
+            unsaved = self.index.unsaved_footprints(record) if changes.get("pin") else []
+            edit = self.saving.rules.apply(changes, self.holdings.wall(), unsaved)
             before = record.expires_at
-            await self._holdings.change(record, edit)
-            if record not in self._index:
+            await self.holdings.change(record, edit)
+            if record not in self.index:
                 raise HandoffNotFound()
             if record.expires_at != before:  # also where it is in memory only
-                self._index.expire_in(record, self._holdings.seconds_left(record))
+                self.index.expire_in(record, self.holdings.seconds_left(record))
 
     def longest_prefix(
         self, tenant: str, weights: str, prompt: Sequence[int], usable: Callable[[Handoff], bool]
@@ -283,59 +286,59 @@ class Library:
 
         See `PrefixIndex.find`.
         """
-        return self._index.prefixes.find(
+        return self.index.prefixes.find(
             tenant,
             weights,
             prompt,
-            lambda record: self._index.find(record.id) is record and usable(record),
+            lambda record: self.index.find(record.id) is record and usable(record),
         )
 
     def translations_of(self, record: Handoff) -> list[Handoff]:
         """Return the handoffs that hold the text of one of other weights, unless they have expired."""
-        found = self._index.translations_of(record)
-        return [each for each in found if self._index.find(each.id) is each]
+        found = self.index.translations_of(record)
+        return [each for each in found if self.index.find(each.id) is each]
 
     def seconds_left(self, record: Handoff) -> float:
         """Return the seconds until a handoff expires."""
-        return self._holdings.seconds_left(record)
+        return self.holdings.seconds_left(record)
 
     def kv_gone(self, record: Handoff) -> None:
         """Note that a handoff's KV cannot be used any more; an automatic one is removed."""
-        if self._holdings.remote:
+        if self.holdings.remote:
             self.in_background(self._kv_gone_here(record))
         else:
-            self._upkeep.kv_gone(record)
+            self.upkeep.kv_gone(record)
 
     async def _kv_gone_here(self, record: Handoff) -> None:
         """Note that a handoff's KV is not here, and perhaps nowhere."""
-        if not any(await self._holdings.run(OURS, self._tier.sizes, [record], patient=True)):
-            self._upkeep.kv_gone(record)
+        if not any(await self.holdings.run(OURS, self._tier.sizes, [record], patient=True)):
+            self.upkeep.kv_gone(record)
 
     def is_here(self, record: Handoff) -> bool:
         """Return whether the engines of this machine find a handoff's KV, if it is stored at all."""
-        return not self._holdings.remote or self._tier.here.is_here(record)
+        return not self.holdings.remote or self._tier.here.is_here(record)
 
     def skipped_fetch_s(self, record: Handoff) -> float | None:
         """Return the seconds of a fetch that was left, as computing is faster; None: none was."""
-        return self._fetches.skipped_s(record)
+        return self.fetches.skipped_s(record)
 
     async def fetch_here(self, record: Handoff, engine: LocalEngine) -> None:
         """Copy a handoff's KV to this machine, if that is faster than computing it.
 
         Whatever the pool and the archive do, the request goes on: what is not here is computed.
         """
-        if not self._holdings.remote:
+        if not self.holdings.remote:
             return
-        no_kv = record.on_disk and not (record.bytes or self._saving.is_saving(record))
+        no_kv = record.on_disk and not (record.bytes or self.saving.is_saving(record))
         if self._pool is not None and no_kv:
-            await self._holdings.run(record.tenant, self._tier.here.drop_copy, record)
+            await self.holdings.run(record.tenant, self._tier.here.drop_copy, record)
         wanted = record.bytes and record.weights == engine.weights
-        if wanted and not await self._fetches.fetch_here(record, engine):
+        if wanted and not await self.fetches.fetch_here(record, engine):
             self.kv_gone(record)
 
     def __contains__(self, record: Handoff) -> bool:
         """Whether a handoff is still there."""
-        return record in self._index
+        return record in self.index
 
     async def distrust(self, record: Handoff, saved: str | None) -> None:
         """Move KV away that led to another answer than computing it, and all that may be made of it.
@@ -349,8 +352,8 @@ class Library:
             await self._quarantine(record, saved)
 
     async def _quarantine(self, record: Handoff, saved: str | None) -> None:
-        run = self._holdings.run
-        for each in [record, *self._index.beginning_like(record), *self._index.blended_from(record)]:
+        run = self.holdings.run
+        for each in [record, *self.index.beginning_like(record), *self.index.blended_from(record)]:
             await run(each.tenant, self._tier.quarantine, each, patient=True)
             self.kv_gone(each)
             if self._pool is not None and not each.automatic:  # other machines may have copies
@@ -361,8 +364,8 @@ class Library:
 
     async def note_audit(self, record: Handoff, audit: HandoffAudit) -> None:
         """Note the result of an audit of a handoff's KV."""
-        record = self._index.known(record.id) or record  # another gateway may have changed it
-        if not record.automatic and record in self._index:
+        record = self.index.known(record.id) or record  # another gateway may have changed it
+        if not record.automatic and record in self.index:
             await self._note(record, audit, kv_gone=audit.result is AuditResult.MISMATCH)
 
     async def _note(self, record: Handoff, audit: HandoffAudit | None = None, *, kv_gone: bool) -> None:
@@ -377,7 +380,7 @@ class Library:
             changed.bytes = 0 if kv_gone else changed.bytes
 
         async with record.guard:
-            await self._holdings.change(record, edit, patient=True)
+            await self.holdings.change(record, edit, patient=True)
 
     async def delete(self, record: Handoff) -> None:
         """Delete a handoff, its translations, and the automatic ones that continue it or that it continues.
@@ -388,13 +391,13 @@ class Library:
             HandoffStoreUnavailable: a tier failed; it is not deleted.
         """
         if self._pool is not None:  # others may have continued it meanwhile
-            await self._holdings.refresh()
-        gone = self._index.with_translations(record)
-        gone += [each for one in gone for each in self._index.relatives(one)]
+            await self.holdings.refresh()
+        gone = self.index.with_translations(record)
+        gone += [each for one in gone for each in self.index.relatives(one)]
         await asyncio.shield(self.in_background(self._delete_all(gone)))
 
     async def _delete_all(self, records: Sequence[Handoff]) -> None:
         for record in records:
             async with record.guard:  # so that nobody writes it again after this
-                await self._holdings.run(record.tenant, self._tier.delete, record)
-                self._index.forget(record)
+                await self.holdings.run(record.tenant, self._tier.delete, record)
+                self.index.forget(record)

@@ -224,7 +224,7 @@ class ModelStore:
             fresh = Path(scratch) / model.name
             if model.text_model is None:
                 report(f"unpacking {model.title} (once, some 20 seconds)")
-                _convert(source, fresh)
+                convert_apart(source, fresh)
             else:
                 report(f"joining {model.name} with {model.text_model} (once)")
                 _join(source.parent, self.place(EMBEDDED[model.text_model]), fresh)
@@ -287,7 +287,7 @@ def _join(vision: Path, text: Path, folder: Path) -> None:
         raise StartError(f"The model's parts do not fit together: {error}") from None
 
 
-def _convert(source: Path, folder: Path) -> None:
+def convert_apart(source: Path, folder: Path) -> None:
     """Run the conversion in a process of its own, so that its memory is freed."""
     command = [sys.executable, "-m", "baton.models.convert", str(source), str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

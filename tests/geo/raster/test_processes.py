@@ -16,7 +16,7 @@ import psutil
 import pytest
 from geo.raster.made import make_card, read_tiff, run, sign_model, write_tiff
 from geo.raster.processes import REQUEST, children_of, fork_server_of, until, works
-from support.halted import halt
+from support.paused_process import halt
 
 from baton_geo.errors import DecoderBusy, GeoError, RasterBroken, RasterTooLarge
 from baton_geo.raster.decoders import Decoders

@@ -113,9 +113,9 @@ class Archiver:
         self._after_s = after_s
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="archive-write")
         self._lock = threading.Lock()
-        self._jobs: dict[str, Job] = {}
+        self.jobs: dict[str, Job] = {}
         self._running: dict[str, Future[None]] = {}
-        self._later: dict[str, float] = {}
+        self.later: dict[str, float] = {}
         self._wrong: set[str] = set()
         self._guards = [threading.Lock() for _ in range(GUARDS)]
         self._closed = threading.Event()
@@ -150,15 +150,15 @@ class Archiver:
         with self._lock:
             if self._closed.is_set():
                 return
-            if name not in self._jobs and len(self._jobs) >= MAX_WAITING:
+            if name not in self.jobs and len(self.jobs) >= MAX_WAITING:
                 self._archive.metrics.handoff("failed")
                 self._log.warning("handoff_not_archived", handoff=name, reason="too many are waiting")
                 return
-            self._jobs[name] = job
-            self._later.pop(name, None)
+            self.jobs[name] = job
+            self.later.pop(name, None)
             if name not in self._running:
                 self._start(name)
-            self._archive.metrics.waiting.set(len(self._jobs))
+            self._archive.metrics.waiting.set(len(self.jobs))
 
     def guard(self, handoff_id: str) -> threading.Lock:
         """Return the lock that is held while a handoff is changed here, or its document is written."""
@@ -166,7 +166,7 @@ class Archiver:
 
     def is_waiting(self, name: str) -> bool:
         """Return whether a job of this name has not ended yet."""
-        return name in self._jobs
+        return name in self.jobs
 
     def idle(self) -> bool:
         """Return whether nothing is under way; what is tried again later is not."""
@@ -188,7 +188,7 @@ class Archiver:
 
     def _run(self, name: str) -> None:
         with self._lock:
-            job = self._jobs[name]
+            job = self.jobs[name]
         try:
             done = job()
         except (HandoffStoreUnavailable, StoreError, Conflict) as error:
@@ -205,15 +205,15 @@ class Archiver:
     def _ended(self, name: str, job: Job, done: bool) -> None:
         with self._lock:
             self._running.pop(name, None)
-            if self._jobs.get(name) is not job:  # something newer came meanwhile
+            if self.jobs.get(name) is not job:  # something newer came meanwhile
                 if not self._closed.is_set():
                     self._start(name)
             elif done:
-                del self._jobs[name]
+                del self.jobs[name]
             else:
                 self._archive.metrics.handoff("failed")
-                self._later[name] = time.monotonic() + AGAIN_AFTER_S
-            self._archive.metrics.waiting.set(len(self._jobs))
+                self.later[name] = time.monotonic() + AGAIN_AFTER_S
+            self._archive.metrics.waiting.set(len(self.jobs))
 
     def _write(self, known: Handoff) -> bool:
         if known.id in self._wrong:
@@ -265,9 +265,9 @@ class Archiver:
         while not self._closed.wait(1.0):
             now = time.monotonic()
             with self._lock:
-                for name in [name for name, at in self._later.items() if at <= now]:
-                    del self._later[name]
-                    if name in self._jobs and name not in self._running:
+                for name in [name for name, at in self.later.items() if at <= now]:
+                    del self.later[name]
+                    if name in self.jobs and name not in self._running:
                         self._start(name)
             if now >= next_expired:
                 next_expired = now + EXPIRED_EVERY_S

@@ -45,25 +45,25 @@ class Seen:
     """What this gateway knows of archived handoffs: their versions, and whose files are damaged."""
 
     def __init__(self) -> None:
-        self._versions: OrderedDict[str, tuple[str, float]] = OrderedDict()
+        self.versions: OrderedDict[str, tuple[str, float]] = OrderedDict()
         self._damaged: OrderedDict[str, None] = OrderedDict()
         self._lock = threading.Lock()
 
     def note(self, handoff_id: str, tag: str) -> None:
         """Note the version of a handoff's document."""
         with self._lock:
-            self._versions[handoff_id] = tag, time.monotonic()
-            while len(self._versions) > MAX_SEEN:
-                self._versions.popitem(last=False)
+            self.versions[handoff_id] = tag, time.monotonic()
+            while len(self.versions) > MAX_SEEN:
+                self.versions.popitem(last=False)
 
     def forget(self, handoff_id: str) -> None:
         """Forget the version of a handoff's document, so that the next look reads it."""
         with self._lock:
-            self._versions.pop(handoff_id, None)
+            self.versions.pop(handoff_id, None)
 
     def version(self, handoff_id: str) -> tuple[str | None, float]:
         """Return the version that is known, and how many seconds ago it was current."""
-        tag, at = self._versions.get(handoff_id, (None, float("-inf")))
+        tag, at = self.versions.get(handoff_id, (None, float("-inf")))
         return tag, time.monotonic() - at
 
     def note_damaged(self, handoff_id: str) -> None:

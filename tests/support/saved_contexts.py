@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 from baton.library.handoff import Handoff
-from support.wire import wait_for
+from support.raw_requests import wait_for
 
 WITHIN_S = 60
 LAST_TOKENS = 4
