@@ -21,12 +21,12 @@ from baton.engines.backend import Operation
 from baton.engines.vllm_version import installed_vllm, minor_of
 from baton.http.middleware.gate import PUBLIC_PATHS
 from baton.http.request import UPLOAD_TYPES
-from baton.http.routes.openai import FORWARDED
+from baton.http.routes.openai import ENGINE_ROUTES
 from baton.library.handoff import HandoffList, HandoffObject
 from baton.relay import asked as header
 from baton.relay import asked as options
 
-PATHS = {route.path: route.operation for route in FORWARDED} | {
+PATHS = {route.path: route.operation for route in ENGINE_ROUTES} | {
     "/v1/responses": Operation.RESPONSES,
     "/pooling": Operation.POOLING,
 }

@@ -37,7 +37,7 @@ from baton.relay.move import require_movable
 from baton.relay.plan import Plans
 from baton.relay.prompt.chat import Writer
 from baton.relay.rosetta import Rosetta
-from baton.relay.same_store import ForwardedHandoffs
+from baton.relay.same_store import SameStore
 from baton.relay.sources import Source, Sources, is_compatible, require_compatible
 from baton.relay.translate import Translations
 from baton.telemetry.ids import RequestContext
@@ -73,7 +73,7 @@ class Relay:
     ahead: JoinsAhead
     automatic: AutomaticHandoffs
     audits: Audits
-    same_store: ForwardedHandoffs
+    same_store: SameStore
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -250,7 +250,7 @@ def open_relay(
         JoinsAhead(library, sources, translations, plans, admission),
         AutomaticHandoffs(library, cost, metrics.handoffs, handoffs, modes, rule, audits),
         audits,
-        ForwardedHandoffs(library),
+        SameStore(library),
     )
 
 

@@ -22,7 +22,7 @@ TRUSTED_S = 30.0
 
 
 @dataclass(frozen=True)
-class ForwardedHandoffs:
+class SameStore:
     """Knows which gateways have proved that they use this one's store.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Serve the operations that are forwarded to an engine, each a row of `FORWARDED`.
+"""Serve the operations that are forwarded to an engine, each a row of `ENGINE_ROUTES`.
 
 To add one, write a member of `Operation`, its handler in `engines/vllm/handlers.py`, a row here.
 Unless `Operation.generates` says otherwise, schemas in its body are checked as those of a chat are.
@@ -16,7 +16,7 @@ from baton.http.answer import answer
 
 
 @dataclass(frozen=True)
-class ForwardedRoute:
+class EngineRoute:
     """One `POST` route.
 
     Attributes:
@@ -44,40 +44,40 @@ class ForwardedRoute:
 SCORE = "Score how well pairs of texts match."
 RERANK = "Order documents by how well they match a query, with the API of Jina and Cohere."
 
-FORWARDED = (
-    ForwardedRoute("/v1/completions", Operation.COMPLETIONS, "create_completions", "Complete a text."),
-    ForwardedRoute("/v1/chat/completions", Operation.CHAT, "create_chat", "Answer a conversation."),
-    ForwardedRoute(
+ENGINE_ROUTES = (
+    EngineRoute("/v1/completions", Operation.COMPLETIONS, "create_completions", "Complete a text."),
+    EngineRoute("/v1/chat/completions", Operation.CHAT, "create_chat", "Answer a conversation."),
+    EngineRoute(
         "/v1/messages",
         Operation.MESSAGES,
         "create_message",
         "Answer a conversation through Anthropic's Messages API.",
     ),
-    ForwardedRoute(
+    EngineRoute(
         "/v1/messages/count_tokens",
         Operation.COUNT_TOKENS,
         "count_tokens",
         "Count the tokens of a conversation.",
     ),
-    ForwardedRoute(
+    EngineRoute(
         "/v1/embeddings", Operation.EMBEDDINGS, "create_embeddings", "Embed texts with a pooling model."
     ),
-    ForwardedRoute(
+    EngineRoute(
         "/classify", Operation.CLASSIFY, "create_classification", "Compute class probabilities of texts."
     ),
-    ForwardedRoute("/score", Operation.SCORE, "create_score", SCORE),
-    ForwardedRoute("/v1/score", Operation.SCORE, "create_score", SCORE),
-    ForwardedRoute("/rerank", Operation.RERANK, "create_rerank", RERANK),
-    ForwardedRoute("/v1/rerank", Operation.RERANK, "create_rerank", RERANK),
-    ForwardedRoute("/v2/rerank", Operation.RERANK, "create_rerank", RERANK),
-    ForwardedRoute(
+    EngineRoute("/score", Operation.SCORE, "create_score", SCORE),
+    EngineRoute("/v1/score", Operation.SCORE, "create_score", SCORE),
+    EngineRoute("/rerank", Operation.RERANK, "create_rerank", RERANK),
+    EngineRoute("/v1/rerank", Operation.RERANK, "create_rerank", RERANK),
+    EngineRoute("/v2/rerank", Operation.RERANK, "create_rerank", RERANK),
+    EngineRoute(
         "/tokenize", Operation.TOKENIZE, "tokenize", "Return the token ids of a text or a conversation."
     ),
-    ForwardedRoute("/detokenize", Operation.DETOKENIZE, "detokenize", "Return the text of token ids."),
+    EngineRoute("/detokenize", Operation.DETOKENIZE, "detokenize", "Return the text of token ids."),
 )
 
 router = APIRouter()
-for route in FORWARDED:
+for route in ENGINE_ROUTES:
     router.add_api_route(
         route.path, route.endpoint, methods=["POST"], name=route.name, description=route.description
     )
