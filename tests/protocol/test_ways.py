@@ -40,6 +40,7 @@ NOT_NAMED = (
 )
 """What a chat that names neither schemas, images nor handoffs has no use for."""
 TRIES = 4
+"""What runs in the background does not run in each of so many tries."""
 SCENE = ROOT / "plugins/baton_geo/flood/scene.tif"
 
 
@@ -67,9 +68,6 @@ def map_engine(spool: Path) -> Iterator[MapEngine]:
     renderer: Any = None
     with closing(GeoProcessor(settings, renderer)) as processor:
         yield MapEngine("map", pooling=True, plugin=plugin(processor))
-
-
-"""What runs in the background does not run in each of so many tries."""
 
 
 class Ways:

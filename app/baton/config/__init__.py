@@ -1,5 +1,5 @@
 """Read and validate the settings.
 
-Their classes are in `groups` and `request_groups`, the base class in `frozen`; `settings` reads them.
+Their classes are in `groups`; `settings` reads them.
 `environment` and `vllm_environment` know the process's environment.
 """

@@ -1,1 +1,1 @@
-"""Engines behind one interface (`port`): vLLM's, and one that generates nothing real, for tests."""
+"""What answers requests (`backend.Backend`): engines here (`engine.LocalEngine`), and servers elsewhere."""

@@ -61,7 +61,7 @@ class Fetches:
         return None if self._holdings.here.is_here(record) else self._tier.source_of(record)
 
     def skipped_s(self, record: Handoff) -> float | None:
-        """Return the seconds of a fetch that was left, as computing is faster; None: none was."""
+        """Return the estimated seconds of a fetch that was skipped, as computing is faster; None: none was."""
         return self._skipped.get(record.id)
 
     def _note_skipped(self, record: Handoff, seconds: float) -> None:
@@ -79,7 +79,10 @@ class Fetches:
         return running
 
     def _seconds_if_slower(self, record: Handoff, engine: LocalEngine, rate: float | None) -> float | None:
-        """Return the seconds of a fetch if computing is faster; None: it is not, or nobody knows."""
+        """Estimate the seconds of a fetch that is slower than computing; None: it is not, or nobody knows.
+
+        Of KV that is here `relay/cost.py` decides.
+        """
         load_s = engine.throughput.load_s(record.bytes)
         prefill_s = engine.throughput.prefill_s(len(record.tokens), record.latent_steps)
         if rate is None or prefill_s is None or record.latent_steps:

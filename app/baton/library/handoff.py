@@ -218,7 +218,9 @@ class StoredImage(BaseModel):
 class Lease(BaseModel):
     """What may change of a handoff after it was saved, here or on another machine; nothing else may.
 
-    A field that is added here is written, read and merged wherever handoffs are kept.
+    A field that is added here is written, read and merged wherever handoffs are kept (`SAVERS` and `UNSAVED`
+    name the few that are one machine's own). What never changes stands in `Handoff`, what is known only when
+    the request has ended in `Context` too, what clients see in `HandoffObject`.
 
     Attributes:
         pin: its KV is exempt from eviction.

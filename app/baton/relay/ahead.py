@@ -32,10 +32,7 @@ FIELD = "from"
 
 
 class JoinsAhead:
-    """Owns the joins of one gateway that are under way; each engine computes one of a tenant at a time.
-
-    Of those that nobody waits for yet, it computes one of all tenants.
-    """
+    """Runs joins ahead: on each engine at most one of a tenant, and one of those that nobody waits for yet."""
 
     def __init__(
         self,

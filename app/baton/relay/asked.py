@@ -243,7 +243,7 @@ def take_options(
 
 
 def require_steps_behind_text(options: NewHandoff) -> None:
-    """Refuse latent steps behind contexts alone, the last of which may end with an answer.
+    """Refuse `latent_steps` in a request that adds no prompt or messages after its handoffs.
 
     Raises:
         InvalidRequest: the request asks for them.

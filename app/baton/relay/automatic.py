@@ -321,14 +321,14 @@ class AutomaticHandoffs:
             self.metrics.saved_prefill.inc(engine.throughput.prefill_s(report.loaded) or 0)
 
     def _note_incompatible(self, engine: LocalEngine, record: Handoff) -> None:
-        """Remember it in this gateway: in another one the engine of this name may have other settings."""
+        """Remember that an engine of this gateway cannot load a handoff; of others' engines it says nothing."""
         self.incompatible[engine.name, record.id] = None
         if len(self.incompatible) > INCOMPATIBLE:
             self.incompatible.popitem(last=False)
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChosenTransfer:
     """What was chosen for one prompt.
 
     Attributes:
@@ -367,7 +367,7 @@ class AutomaticRequest:
         self._saves = saves
         self._conversation = conversation
         self._wish = wish
-        self._choices: dict[TransferRequest, Choice] = {}
+        self._choices: dict[TransferRequest, ChosenTransfer] = {}
 
     def choose(
         self, prompt: Sequence[int], images: Sequence[ImagePosition] = (), *, loads: bool, saves: bool
@@ -399,7 +399,7 @@ class AutomaticRequest:
         )
         if not transfer.moves_kv:
             return None
-        self._choices[transfer] = Choice(match, save_id, images)
+        self._choices[transfer] = ChosenTransfer(match, save_id, images)
         return transfer
 
     def _is_worth_saving(self, prompt: Sequence[int], match: PrefixMatch | None) -> bool:

@@ -50,7 +50,7 @@ class Decision:
 
     @property
     def loads(self) -> bool:
-        """Whether any of it is loaded."""
+        """Whether any tokens are loaded: also of `RECOMPUTE`, a few, to measure how fast that is."""
         return self.limit != 0
 
     def public(self) -> dict[str, object]:

@@ -279,7 +279,7 @@ class Plans:
         decision = self._decide(engine, wanted.may_load, prompt)
         moved = self._moved(engine, wanted, prompt, ends, decision)
         target = self._register(engine, context, wanted)
-        load = entry_to_name(source, decision, target)
+        load = key_for_engine(source, decision, target)
         in_order = [part for part in moved if part is not None]
         salt = salt_of(wanted.may_load, in_order)
         transfer = TransferRequest(
@@ -407,8 +407,8 @@ class Plans:
         )
 
 
-def entry_to_name(source: Handoff | None, decision: Decision | None, target: Handoff | None) -> str | None:
-    """Return the key of the source's KV, which the engine is told if it loads it or saves what continues it.
+def key_for_engine(source: Handoff | None, decision: Decision | None, target: Handoff | None) -> str | None:
+    """Return the key of stored KV that the engine gets: to load it, or to share its files with what it saves.
 
     Args:
         decision: whether its KV is loaded.

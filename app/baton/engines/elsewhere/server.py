@@ -142,7 +142,7 @@ class Look:
     models: tuple[str, ...] | None = None
 
     def require_usable(self, engine: str, url: str, model: str) -> None:
-        """Refuse what no later try would mend.
+        """Refuse a server whose faults no later try can mend.
 
         Raises:
             StartError: the server refuses the key, or has other models.

@@ -1,4 +1,4 @@
-"""Find everything in a request that an engine would compile, and limit its cost; see `compile_cost.py`."""
+"""Find everything in a request that an engine would compile, and limit its cost."""
 
 from __future__ import annotations
 

@@ -222,7 +222,7 @@ class Bucket:
         self._log = structlog.get_logger("baton.handoffs")
 
     def close(self) -> None:
-        """Wait for no large object any longer."""
+        """Stop waiting for uploads and downloads under way."""
         self._closed.set()
 
     def get(self, name: str, unless: str | None = None) -> Found | None:

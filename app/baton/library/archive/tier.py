@@ -1,4 +1,4 @@
-"""Open the archive of the settings."""
+"""The archive as a tier over this machine's, and how it is opened."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Archived:
     seen: Seen = field(default_factory=Seen)
 
     @property
-    def leads(self) -> bool:
+    def changes_archive_first(self) -> bool:
         """Whether archived handoffs are changed in the archive first: no pool says what they are."""
         return self.here.pool is None
 
@@ -116,9 +116,9 @@ class Archived:
 
     def change(self, record: Handoff, edit: Edit) -> Handoff | None:
         with self.archiver.guard(record.id):
-            there = record.archived and self.leads
+            there = record.archived and self.changes_archive_first
             changed = None if there else self.here.change(record, edit)
-        if there or (changed is not None and changed.archived and self.leads):
+        if there or (changed is not None and changed.archived and self.changes_archive_first):
             return self._change_archived(record, edit)
         if changed is not None and changed.on_disk and (changed.archived or self.archiver.wants(changed)):
             self.archiver.write_later(record)
@@ -202,7 +202,7 @@ class Archived:
         if found is None:  # evicted here, or by the shared store; or deleted
             there = self.archive.records.look_up(record.id, record.tenant)
             return self._restored(there) if there is not None else None
-        return self._up_to_date(found) if self.leads else found
+        return self._up_to_date(found) if self.changes_archive_first else found
 
     def _up_to_date(self, record: Handoff) -> Handoff | None:
         """Return a record with what other machines changed in the archive; None: it was deleted there."""
@@ -232,7 +232,7 @@ class Archived:
         return changed if changed is not None else self._restored(there)  # it was evicted here meanwhile
 
     def source_of(self, record: Handoff) -> str:
-        if not self.leads and any(self.here.sizes([record])):
+        if not self.changes_archive_first and any(self.here.sizes([record])):
             return "shared"
         return "archive"
 
@@ -258,14 +258,18 @@ class Archived:
 
     def _settle(self, record: Handoff) -> None:
         """Pin KV that was fetched from the archive, and let the shared store have it again."""
-        if not self.leads:
+        if not self.changes_archive_first:
             self.archiver.begin(f"share {record.id}", partial(_once, self.here.share, record))
         if record.pin:
             self._pin(record, True)
 
     def _pin(self, record: Handoff, pin: bool) -> None:
         """Pin KV of this machine as the record says and there is room, or unpin it."""
-        if pin and self.leads and sum(self.here.pinned_kv(record).values()) > self.pinned_most:
+        if (
+            pin
+            and self.changes_archive_first
+            and sum(self.here.pinned_kv(record).values()) > self.pinned_most
+        ):
             log.info("handoff_not_pinned", handoff=record.id, reason="as much is pinned as may be")
             return
         try:
@@ -315,7 +319,7 @@ class Archived:
         self.archiver.begin(record.id, release)  # in the place of a write that waits
 
     def remove_expired(self, record: Handoff) -> Handoff | None:
-        if record.archived and self.leads:
+        if record.archived and self.changes_archive_first:
             try:
                 there = self.archive.records.look_up(record.id, record.tenant)
             except HandoffStoreUnavailable:

@@ -1,4 +1,4 @@
-"""Keep the images of handoffs in the shared store, each once for all handoffs of a tenant."""
+"""Keep records and images of handoffs in the shared store, each image once for all handoffs of a tenant."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ class ValkeyRecords:
     def _refresh(self, news: News) -> None:
         last = self._seen
         store, seq, floor, changed, gone = self._ask_news(last)
-        if last and not self._goes_on(store, seq, floor):
+        if last and not self._is_continuous(store, seq, floor):
             store, seq, _, changed, _ = self._ask_news(0)
             gone = {each.encode() for each in list(self._usage)} - set(changed)
         news.gone += self._ids(gone)
@@ -245,8 +245,8 @@ class ValkeyRecords:
                 self._connection.not_readable("id", told[:80])
         return found
 
-    def _goes_on(self, store: bytes | None, seq: int, floor: int) -> bool:
-        """Return whether the changes since the last look are all that is new.
+    def _is_continuous(self, store: bytes | None, seq: int, floor: int) -> bool:
+        """Return whether the log of changes continues from the last look; if not, all is read again.
 
         Not if more was removed since than the store remembers, and not if the store was emptied or is an
         older copy of itself: then it counts its changes from a lower number.
