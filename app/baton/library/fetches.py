@@ -61,7 +61,7 @@ class Fetches:
         return None if self._holdings.here.is_here(record) else self._tier.source_of(record)
 
     def skipped_s(self, record: Handoff) -> float | None:
-        """Return the estimated seconds of a fetch that was skipped, as computing is faster; None: none was."""
+        """Return the estimated seconds of a fetch that was skipped for computing; None: none was."""
         return self._skipped.get(record.id)
 
     def _note_skipped(self, record: Handoff, seconds: float) -> None:

@@ -319,7 +319,7 @@ class Library:
         return not self.holdings.remote or self._tier.here.is_here(record)
 
     def skipped_fetch_s(self, record: Handoff) -> float | None:
-        """Return the estimated seconds of a fetch that was skipped, as computing is faster; None: none was."""
+        """Return the estimated seconds of a fetch that was skipped for computing; None: none was."""
         return self.fetches.skipped_s(record)
 
     async def fetch_here(self, record: Handoff, engine: LocalEngine) -> None:
