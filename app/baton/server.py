@@ -207,10 +207,11 @@ def _add_middleware(
     )
     app.add_middleware(AuthMiddleware, keyring=keyring, admission=gateway.admission)
     app.add_middleware(OriginMiddleware, settings=settings, keyless=keyring is None)
+    if (options := cors_options(settings, keyless=keyring is None)) is not None:
+        app.add_middleware(ErrorMiddleware, metrics=gateway.metrics)
+        app.add_middleware(CORSMiddleware, **options)  # outside of what answers errors: pages read them too
     app.add_middleware(RequestHeadMiddleware)
     app.add_middleware(ErrorMiddleware, metrics=gateway.metrics)
-    if (options := cors_options(settings, keyless=keyring is None)) is not None:
-        app.add_middleware(CORSMiddleware, **options)  # outside of what refuses: pages read errors too
     app.add_middleware(DrainMiddleware, drain=gateway.drain)
     unidentified = LOCAL_TENANT if keyring is None else NO_TENANT
     app.add_middleware(

@@ -11,6 +11,7 @@ from support.gateways import FakeGateway, run_fake
 from support.raw_requests import TEXT, address, answer_to, metric, request, statuses
 
 from baton.admission.api_keys import create_key
+from baton.config.settings import load_settings
 from baton.engines.fake.engine import FakeEngine
 from baton.errors import SettingsError
 
@@ -394,3 +395,21 @@ def test_any_page_at_all_needs_keys(tmp_path: Path) -> None:
     ):
         asked = client.options("/v1/models", headers=PREFLIGHT)
         assert (asked.status_code, asked.headers["access-control-allow-origin"]) == (200, "*")
+
+
+@pytest.mark.parametrize(
+    "origin", ["https://App.example", "https://app.example:443", "http://app.example:80", "null"]
+)
+def test_an_origin_that_no_browser_sends_is_no_setting(origin: str) -> None:
+    with pytest.raises(SettingsError, match="allowed_origins"):
+        load_settings(edge={"allowed_origins": [origin]})
+
+
+def test_a_preflight_whose_head_can_be_read_in_two_ways_is_refused() -> None:
+    """It is answered before keys and hosts are looked at, and not before that: a proxy may read it the other way."""
+    with run_fake(FakeEngine("a"), edge={"allowed_origins": [PAGE]}, metrics={"port": 0}) as gateway:
+        asked = "".join(f"{name}: {value}\r\n" for name, value in PREFLIGHT.items())
+        head = f"OPTIONS /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{asked}"
+        odd = head + "Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+        assert statuses(answer_to(gateway, odd.encode())) == [400]
+        assert statuses(answer_to(gateway, f"{head}\r\n".encode())) == [200]

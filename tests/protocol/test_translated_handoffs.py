@@ -157,6 +157,10 @@ def test_one_vector_instead_of_text_is_experimental_and_named_as_avp_names_it(en
         left = made(gateway, prompt=[1, 2, 3])
         handoff = {"from": left, "translate": {"via": "rosetta"}}
         refused = post(gateway, TEXT, "z", prompt="7", handoff=handoff).json()["error"]
+        of_nothing = {"translate": {"via": "rosetta"}}
+        for more in ({}, {"save": True}, {"from": None}):
+            answer = post(gateway, TEXT, "y", prompt="7", handoff=of_nothing | more)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "handoff.translate"), more
         assert (refused["code"], refused["param"]) == ("operation_unsupported", "handoff.translate")
         assert ("latent = true" if enabled else "handoffs.rosetta = true") in refused["message"]
         by_settings = post(gateway, TEXT, "z", prompt="7", handoff={"from": left}).json()["error"]

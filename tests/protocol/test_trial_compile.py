@@ -175,3 +175,13 @@ def test_without_a_deadline_nothing_is_compiled_on_trial() -> None:
     with run_fake(FakeEngine("text"), limits={"schema_s": 0}) as gateway:
         assert post(gateway, json_schema(flat(80))).status_code == 200
         assert server(gateway) == -1
+
+
+@pytest.mark.fault("E11")
+def test_a_tool_that_a_message_defines_is_measured_without_any_other(gateway: FakeGateway) -> None:
+    """Anthropic's messages may define tools; no field of the body says so."""
+    definition = {"name": "f", "input_schema": flat(160) | {"minProperties": 50, "maxProperties": 100}}
+    block = {"type": "tool_addition", "tool": {"type": "tool_definition", "definition": definition}}
+    body = {"model": "text", "max_tokens": 1, "messages": [{"role": "system", "content": [block]}]}
+    error = post(gateway, body, "/v1/messages").json()["error"]
+    assert "costs too much to compile" in error["message"]

@@ -475,7 +475,23 @@ HostName = Annotated[
 ]
 
 
-Origin = Annotated[str, Field(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/?#@\s*]+)$", max_length=300)]
+def _as_browsers_send(origin: str) -> str:
+    """Refuse an origin that no browser sends, which would never match.
+
+    Raises:
+        ValueError: it has capitals, or the usual port of its scheme.
+    """
+    usual = origin.startswith("https://") and origin.endswith(":443")
+    if origin != origin.lower() or usual or (origin.startswith("http://") and origin.endswith(":80")):
+        raise ValueError("write it as browsers send it: in small letters, without the scheme's usual port")
+    return origin
+
+
+Origin = Annotated[
+    str,
+    Field(pattern=r"^(\*|[A-Za-z][A-Za-z0-9+.-]*://[^/?#@\s*]+)$", max_length=300),
+    AfterValidator(_as_browsers_send),
+]
 
 
 OF_OUR_OWN_ENGINES = (

@@ -30,8 +30,8 @@ CONSTRAINED = frozenset(
     {"functions", "output_config", "response_format", "structured_outputs", "text", "tools"}
 )
 """Fields of a body from which an engine compiles what its answer may be."""
-MEDIA = re.compile(rb"image|audio|video|file|prompt_embeds|\\u")
-"""Found in every body that holds media: the names of their types, or an escape that may hide one."""
+MEDIA = re.compile(rb"image|audio|video|file|prompt_embeds|source|\\u")
+"""Found in every body that holds media, or the address of some: the names, or an escape that may hide one."""
 SMALL_SCHEMAS = 8 * 1024
 """Largest body, in bytes, whose schemas are measured on the event loop; larger ones go to a thread."""
 Finish = Callable[[Reply], Awaitable[Reply]]
@@ -131,7 +131,7 @@ async def _respond(
     context = state.context
     if operation.generates:
         context.cuts_max_tokens = gateway.settings.limits.cut_max_tokens
-        await _require_moderate(request, gateway, engine, body)
+        await _require_moderate(request, gateway, engine, operation, body)
     handed_over = operation in OPERATIONS
     header = request.headers.get(HEADER)
     automatic = handed_over and (header is None or apply_header(body, header))
@@ -156,7 +156,9 @@ async def _respond(
     return await _response(request, gateway, reply, finish)
 
 
-async def _require_moderate(request: Request, gateway: Gateway, engine: Engine, body: dict[str, Any]) -> None:
+async def _require_moderate(
+    request: Request, gateway: Gateway, engine: Engine, operation: Operation, body: dict[str, Any]
+) -> None:
     """Refuse schemas, grammars and tools that cost too much to compile, and try the doubtful ones.
 
     What an engine here makes of tools is tried when it has made it.
@@ -165,7 +167,8 @@ async def _require_moderate(request: Request, gateway: Gateway, engine: Engine, 
     if engine.forwarding is None:
         param = "tools" if body.get("tools") else "structured_outputs"
         context.try_grammar = partial(gateway.compiler.require_made, param=param, tenant=context.tenant)
-    if CONSTRAINED.isdisjoint(body):
+    defines = operation is Operation.MESSAGES  # messages there may define tools
+    if not defines and CONSTRAINED.isdisjoint(body):
         return
     measure = partial(require_moderate, body, gateway.settings.limits)
     small = len(await request.body()) <= SMALL_SCHEMAS

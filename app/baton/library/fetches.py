@@ -49,7 +49,7 @@ class Fetches:
         if seconds is None:
             fetch = self._begin(record, source)
             done, _ = await asyncio.wait({fetch}, timeout=self._within_s)
-            return fetch in done and fetch.exception() is None and fetch.result()
+            return fetch in done and not fetch.cancelled() and fetch.result()
         self._metrics.fetches.labels("slower").inc()
         self._note_skipped(record, seconds)
         if self._slower % MEASURE_EVERY == 0:
@@ -100,6 +100,10 @@ class Fetches:
                 self._note_cut_off(source, error.got, time.monotonic() - began)
             self._metrics.fetches.labels("failed").inc()
             self._log.warning("handoff_not_fetched", handoff=record.id, reason=str(error))
+            return False
+        except Exception as error:  # noqa: BLE001  # the context is computed; every request that waits goes on
+            self._metrics.fetches.labels("failed").inc()
+            self._log.error("handoff_not_fetched", handoff=record.id, exc_info=error)
             return False
         self._metrics.fetches.labels("fetched" if size else "missing").inc()
         if size >= SMALL_BYTES:

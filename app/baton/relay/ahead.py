@@ -32,7 +32,7 @@ FIELD = "from"
 
 
 class JoinsAhead:
-    """Runs joins ahead: on each engine at most one of a tenant, and one of those that nobody waits for yet."""
+    """Runs joins ahead: on an engine at most one of a tenant, and one of those that nobody waits for yet."""
 
     def __init__(
         self,

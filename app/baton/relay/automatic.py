@@ -321,7 +321,7 @@ class AutomaticHandoffs:
             self.metrics.saved_prefill.inc(engine.throughput.prefill_s(report.loaded) or 0)
 
     def _note_incompatible(self, engine: LocalEngine, record: Handoff) -> None:
-        """Remember that an engine of this gateway cannot load a handoff; of others' engines it says nothing."""
+        """Remember that an engine of this gateway cannot load a handoff; elsewhere one of its name might."""
         self.incompatible[engine.name, record.id] = None
         if len(self.incompatible) > INCOMPATIBLE:
             self.incompatible.popitem(last=False)

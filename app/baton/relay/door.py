@@ -125,10 +125,10 @@ class Relay:
         self, engine: LocalEngine, operation: Operation, options: HandoffOptions, context: RequestContext
     ) -> tuple[HandoffOptions, list[Handoff]]:
         """Find the handoffs that a request continues, once they are ready; returns them, and how."""
-        if not options.sources:
-            return options, []
         if options.via_rosetta:
             self.rosetta.require_possible(engine, operation, options)
+        if not options.sources:
+            return options, []
         if options.join == "moved" and len(options.sources) > 1:
             require_movable(engine, "handoff.join")
         wanted = translates(options.translate, engine)
