@@ -71,7 +71,12 @@ def test_every_module_imports_under_it(system_python: str, tmp_path: Path) -> No
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=clean())
     assert done.returncode == 0, done.stderr[-3000:]
     count, said = done.stdout.strip().splitlines()[-1].split(" ", 1)
-    assert int(count) > 350
+    files = [
+        file
+        for top in PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+        for file in (ROOT / top).rglob("*.py")
+    ]
+    assert int(count) > 0.8 * len(files), "all but Ray's, and what is run and not imported"
     assert said == f"modules under {system_python}"
 
 
