@@ -12,7 +12,7 @@ from baton.engines.fake.engine import FakeEngine
 from baton.engines.transfers import Throughput, TransferRequest, TransferWatch
 from baton.library.handoff import Handoff, StoredImage
 from baton.relay.cost import Choice, Decision, LoadCost
-from baton.relay.plan import entry_to_name
+from baton.relay.plan import key_for_engine
 from baton.telemetry.metrics import TransferMetrics
 from baton_kv.contract import Transfer, TransferFailure, TransferOutcome
 
@@ -63,11 +63,11 @@ def test_the_source_is_named_to_load_it_or_to_save_only_what_continues_it() -> N
         (recompute, target, True),
         (a_little, None, True),
     ):
-        assert entry_to_name(source, decision, saved) == (source.key if named else None)
-    assert entry_to_name(None, None, target) is None
+        assert key_for_engine(source, decision, saved) == (source.key if named else None)
+    assert key_for_engine(None, None, target) is None
     moved = source.model_copy(update={"exact": False})
-    assert entry_to_name(moved, recompute, target) is None, "nothing may share files with moved KV unseen"
-    assert entry_to_name(moved, load, target) == moved.key
+    assert key_for_engine(moved, recompute, target) is None, "nothing may share files with moved KV unseen"
+    assert key_for_engine(moved, load, target) == moved.key
 
 
 def test_where_a_little_cannot_be_loaded_all_is_to_see_whether_the_store_is_still_slow() -> None:
