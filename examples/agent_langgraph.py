@@ -31,9 +31,9 @@ def graph(model: ChatOpenAI) -> Any:
     """The model and its tool, in turns, until it calls none; the checkpointer keeps the conversation."""
 
     async def agent(state: MessagesState) -> MessagesState:
-        # A small model calls tools only if it must. Yours may do with "auto" always.
+        # A small model calls tools if it must, and then again and again. Yours may do with "auto" always.
         asked = isinstance(state["messages"][-1], HumanMessage)
-        able = model.bind_tools([look], tool_choice="required" if asked else "auto")
+        able = model.bind_tools([look], tool_choice="required" if asked else "none")
         answer = await able.ainvoke([SystemMessage(SYSTEM), *state["messages"]])
         return {"messages": [answer]}
 

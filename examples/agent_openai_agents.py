@@ -7,12 +7,14 @@ python agent_openai_agents.py [BASE_URL [MODEL [KEY]]]
 import asyncio
 import sys
 from collections.abc import AsyncIterator
-from typing import Literal
+from typing import Any, Literal
 
 from agents import (
     Agent,
+    AgentHooks,
     ModelSettings,
     Runner,
+    Tool,
     TResponseInputItem,
     function_tool,
     set_default_openai_client,
@@ -29,15 +31,30 @@ def look(place: Literal["shore", "wood", "hill"]) -> str:
     return f"{place}: " + " ".join(f"Bird {n} sings {n * 7 % 11} songs." for n in range(16))
 
 
+class FirstLook(AgentHooks[None]):
+    """Make the first answer of a run call the tool, and no other: a small model calls it again and again."""
+
+    async def on_start(self, context: Any, agent: Any) -> None:
+        agent.model_settings.tool_choice = "required"
+
+    async def on_tool_end(self, context: Any, agent: Any, tool: Tool, result: object) -> None:
+        agent.model_settings.tool_choice = "none"
+
+
 async def converse(base_url: str, model: str, key: str, turns: int) -> AsyncIterator[list[tuple[int, int]]]:
     """Hold a conversation; of each turn's requests, the number of prompt tokens and of cached ones."""
     set_tracing_disabled(True)  # traces go to OpenAI
-    # A small model calls tools only if it must; once it has called one, the SDK lets it choose. It does not
-    # know when to end either, and for the SDK an answer that `max_tokens` ends is an error.
-    settings = ModelSettings(
-        tool_choice="required", max_tokens=200, temperature=0, extra_body={"stop": ["."]}
+    # A small model does not know when to end, and for the SDK an answer that `max_tokens` ends is an error.
+    settings = ModelSettings(max_tokens=200, temperature=0, extra_body={"stop": ["."]})
+    agent = Agent(
+        name="watcher",
+        instructions=SYSTEM,
+        model=model,
+        tools=[look],
+        model_settings=settings,
+        hooks=FirstLook(),
+        reset_tool_choice=False,
     )
-    agent = Agent(name="watcher", instructions=SYSTEM, model=model, tools=[look], model_settings=settings)
     items: list[TResponseInputItem] = []
     async with AsyncOpenAI(base_url=base_url, api_key=key) as client:
         set_default_openai_client(client, use_for_tracing=False)

@@ -19,10 +19,10 @@ SYSTEM = "You watch birds. " + " ".join(f"Nest {n} has {n * 37 % 101} eggs." for
 
 
 class FirstLook(AbstractCapability[None]):
-    """Make the first step of a run call the tool: a small model calls tools only if it must."""
+    """Make the first step of a run call the tool, and no other: a small model calls it again and again."""
 
     def get_model_settings(self) -> Callable[[RunContext[None]], ModelSettings]:
-        return lambda run: ModelSettings(tool_choice="required" if run.run_step <= 1 else "auto")
+        return lambda run: ModelSettings(tool_choice="required" if run.run_step <= 1 else "none")
 
 
 def look(place: Literal["shore", "wood", "hill"]) -> str:
