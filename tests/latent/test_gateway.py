@@ -89,7 +89,10 @@ def test_avp_s_names_say_where_one_vector_is_the_default(gateway: RealGateway) -
     by_request = {"from": left, "translate": {"via": "rosetta"}}
     assert ids(by_name) == ids(ask(gateway, "reader", " of", handoff=by_request))
     own = ask(gateway, "slow", " of", handoff={"from": left})
-    assert told(own)["source"]["outcome"] == "loaded"
+    source = told(own)["source"]
+    assert source["outcome"] in {"loaded", "recomputed"}, "whatever is faster for five tokens"
+    assert (source["id"], source["exact"]) == (left, True)
+    assert ids(own) == ids(ask(gateway, "slow", "The capital of France is of"))
 
 
 def test_a_thought_of_another_model_is_refused_where_it_cannot_be_had(gateway: RealGateway) -> None:

@@ -390,6 +390,16 @@ class TestSaveRule:
             rule.used("a")
         assert rule.is_worth_saving("a", tokens(100, 900), None, conversation=True)
 
+    def test_an_agent_s_next_prompt_is_saved_however_soon_it_comes(self) -> None:
+        """It holds all of the one before, whose own context may differ: a call is written as the template says."""
+        rule = SaveRule(64, clock=lambda: 0.0)
+        assert rule.is_worth_saving("a", tokens(1051), None, conversation=True)
+        sibling = [*tokens(1040), *tokens(100, 5000)]
+        assert not rule.is_worth_saving("a", sibling, None, conversation=True)
+        assert rule.is_worth_saving("a", tokens(1233), None, conversation=True)
+        assert rule.is_worth_saving("a", tokens(1500), None, conversation=True)
+        assert not rule.is_worth_saving("a", tokens(1400), None, conversation=True), "begun with the one before"
+
     @pytest.mark.fault("E20")
     def test_one_tenants_prompts_are_not_forgotten_for_anothers(self) -> None:
         """A flood of others' prompts kept a tenant's own from being seen again."""

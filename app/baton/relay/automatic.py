@@ -42,7 +42,8 @@ USED_SHARE = 1 / 8
 COUNTED = 256
 """After so many saves the counts of a tenant are halved, so that what it does now counts most."""
 BEGUN_S = 5.0
-"""For so long after a save was chosen, no other is that shares half of its prompt with it."""
+"""For so long after a save was chosen, no other is that shares half of its prompt with it and does not go on after
+it."""
 TENANTS = 10_000
 SEEN = 10_000
 """Most prompts that are remembered, of all tenants, to see whether one comes again; each has a share."""
@@ -61,22 +62,41 @@ class Usage:
     used: int = 0
 
 
+@dataclass(frozen=True)
+class Sent:
+    """A prompt that was sent.
+
+    Attributes:
+        at: monotonic seconds.
+        length: number of its tokens, if more of it is remembered than its beginning.
+        digest: of all of them.
+    """
+
+    at: float
+    length: int = 0
+    digest: bytes = b""
+
+    def is_continued_by(self, prompt: Sequence[int]) -> bool:
+        """Whether a prompt begins with all of this one and goes on."""
+        return 0 < self.length < len(prompt) and _digest(prompt[: self.length]) == self.digest
+
+
 class Prompts:
-    """Prompts that tenants sent, each with a number. Whoever sent most forgets first."""
+    """Beginnings of prompts that tenants sent. Whoever sent most forgets first."""
 
     def __init__(self) -> None:
-        self._tenants: dict[str, OrderedDict[bytes, float]] = {}
+        self._tenants: dict[str, OrderedDict[bytes, Sent]] = {}
         self._count = 0
 
-    def pop(self, tenant: str, prompt: Sequence[int]) -> float | None:
-        """Forget a prompt; returns its number, None: it is not known."""
+    def pop(self, tenant: str, prompt: Sequence[int]) -> Sent | None:
+        """Forget a beginning; returns what was sent with it, None: it is not known."""
         found = self._tenants.get(tenant, OrderedDict()).pop(_digest(prompt), None)
         self._count -= found is not None
         return found
 
-    def add(self, tenant: str, prompt: Sequence[int], number: float) -> None:
-        """Remember a prompt that is not known."""
-        self._tenants.setdefault(tenant, OrderedDict())[_digest(prompt)] = number
+    def add(self, tenant: str, prompt: Sequence[int], sent: Sent) -> None:
+        """Remember a beginning that is not known."""
+        self._tenants.setdefault(tenant, OrderedDict())[_digest(prompt)] = sent
         self._count += 1
         if self._count <= SEEN:
             return
@@ -153,20 +173,23 @@ class SaveRule:
     def _just_begun(self, tenant: str, prompt: Sequence[int]) -> bool:
         """Return whether a prompt that shares at least half of this one was found worth saving just now.
 
-        What agents that begin at the same time share is saved once.
+        What agents that begin at the same time share is saved once. A prompt that goes on after all of the
+        other one is the same agent's next, which is sent as soon as its tool has answered.
         """
         shared = prompt[: 1 << max(0, len(prompt).bit_length() - 1)]
         now = self._clock()
         before = self._begun.pop(tenant, shared)
-        begun = before is not None and now - before < BEGUN_S
-        self._begun.add(tenant, shared, before if begun and before is not None else now)
-        return begun
+        if before is not None and now - before.at < BEGUN_S and not before.is_continued_by(prompt):
+            self._begun.add(tenant, shared, before)
+            return True
+        self._begun.add(tenant, shared, Sent(now, len(prompt), _digest(prompt)))
+        return False
 
     def _seen_before(self, tenant: str, prompt: Sequence[int], stored: int) -> bool:
         """Return whether a prompt began so before, up to the fewest tokens that would be worth saving."""
         begins = prompt[: stored + self._least]
         seen = self._seen.pop(tenant, begins) is not None
-        self._seen.add(tenant, begins, self._clock())
+        self._seen.add(tenant, begins, Sent(self._clock()))
         return seen
 
 
