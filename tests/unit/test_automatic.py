@@ -398,7 +398,9 @@ class TestSaveRule:
         assert not rule.is_worth_saving("a", sibling, None, conversation=True)
         assert rule.is_worth_saving("a", tokens(1233), None, conversation=True)
         assert rule.is_worth_saving("a", tokens(1500), None, conversation=True)
-        assert not rule.is_worth_saving("a", tokens(1400), None, conversation=True), "begun with the one before"
+        assert not rule.is_worth_saving("a", tokens(1400), None, conversation=True), (
+            "begun with the one before"
+        )
 
     @pytest.mark.fault("E20")
     def test_one_tenants_prompts_are_not_forgotten_for_anothers(self) -> None:

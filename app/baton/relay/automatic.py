@@ -42,8 +42,8 @@ USED_SHARE = 1 / 8
 COUNTED = 256
 """After so many saves the counts of a tenant are halved, so that what it does now counts most."""
 BEGUN_S = 5.0
-"""For so long after a save was chosen, no other is that shares half of its prompt with it and does not go on after
-it."""
+"""For so long after a save was chosen, no other is that shares half of its prompt with it, unless it goes on
+after all of it."""
 TENANTS = 10_000
 SEEN = 10_000
 """Most prompts that are remembered, of all tenants, to see whether one comes again; each has a share."""
