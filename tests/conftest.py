@@ -146,7 +146,7 @@ def real_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealGatew
     config = ENGINE_TESTS / "two_engines.toml"
     folder = tmp_path_factory.mktemp("gateway")
     store = {"BATON_HANDOFFS__STORE": f"file:{folder / 'handoffs'}"}
-    with RealGateway(["--config", str(config)], folder, store) as gateway:
+    with RealGateway(["--config", str(config)], folder, store, forked=True) as gateway:
         gateway.wait_until_ready()
         yield gateway
 
@@ -174,7 +174,7 @@ def tiny_gateway(
     config = (ENGINE_TESTS / "tiny_engines.toml").read_text()
     (folder / "baton.toml").write_text(config.format(folder=folder, traces=collector.url))
     keys = {tenant: create_key(folder / "keys.json", tenant) for tenant in ("acme", "globex")}
-    with RealGateway(["--config", str(folder / "baton.toml")], folder, EXPORTER) as gateway:
+    with RealGateway(["--config", str(folder / "baton.toml")], folder, EXPORTER, forked=True) as gateway:
         gateway.keys = keys
         gateway.wait_until_ready()
         yield gateway
@@ -199,7 +199,7 @@ def relay_gateway(relay_config: Path) -> Iterator[RealGateway]:
     And two of another model under two names, with the same weights: no KV may cross between these.
     """
     path = {"PYTHONPATH": joined(ENGINE_TESTS)}  # where the slow connector is
-    with RealGateway(["--config", str(relay_config)], relay_config.parent, path) as gateway:
+    with RealGateway(["--config", str(relay_config)], relay_config.parent, path, forked=True) as gateway:
         gateway.wait_until_ready()
         yield gateway
 
@@ -249,6 +249,8 @@ def geo_gateway(geo_folder: Path, raster_host: RasterHost) -> Iterator[RealGatew
     text = (ENGINE_TESTS / "geo_engines.toml").read_text()
     (geo_folder / "baton.toml").write_text(text.format(folder=geo_folder, port=raster_host.port))
     environment = {"PYTHONPATH": joined(geo_folder / "packages"), "TMPDIR": str(geo_folder / "spool")}
-    with RealGateway(["--config", str(geo_folder / "baton.toml")], geo_folder, environment) as gateway:
+    with RealGateway(
+        ["--config", str(geo_folder / "baton.toml")], geo_folder, environment, forked=True
+    ) as gateway:
         gateway.wait_until_ready()
         yield gateway

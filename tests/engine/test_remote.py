@@ -35,7 +35,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RealGatewa
             f'handoff = true\n[engines.remote]\nkey_file = "{folder / "key"}"\n'
             f'[handoffs]\nstore = "file:{near / "store"}"\n'
         )
-        with RealGateway(["--config", str(config)], near) as gateway:
+        with RealGateway(["--config", str(config)], near, forked=True) as gateway:
             gateway.wait_until_ready()
             yield gateway, server
 

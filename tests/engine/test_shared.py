@@ -131,7 +131,7 @@ def archiving(folder: Path, archive: Archive) -> Iterator[RealGateway]:
             folder=folder, bucket=BUCKET, endpoint=archive.endpoint, key=archive.key_file, secret=secret
         )
     )
-    with RealGateway(["--config", str(config)], folder) as running:
+    with RealGateway(["--config", str(config)], folder, forked=True) as running:
         running.wait_until_ready()
         yield running
 

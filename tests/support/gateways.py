@@ -36,6 +36,7 @@ from baton.http.uvicorn_server import GatewayServer, url_of
 from baton.serve import listen, listen_for_metrics
 from baton.server import create_app
 from baton.telemetry.memory import MemoryReader
+from support.forks import ForkedCommand
 
 READY_WITHIN_S = 240
 BATON = str(Path(sys.executable).parent / "baton")
@@ -175,22 +176,33 @@ class RealGateway:
         arguments: after `baton serve`; a free port is chosen unless one is given.
         folder: where its output goes.
         environment: on top of this process's.
+        forked: whether it is forked from a process that has imported what it imports.
     """
 
-    def __init__(self, arguments: list[str], folder: Path, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        arguments: list[str],
+        folder: Path,
+        environment: dict[str, str] | None = None,
+        *,
+        forked: bool = False,
+    ) -> None:
         self._arguments = arguments
+        self._forked = forked
         self._environment = os.environ | {"BATON_METRICS__PORT": "0"} | (environment or {})
         self.output = folder / "baton.log"
         self.keys: dict[str, str] = {}
 
     def __enter__(self) -> RealGateway:
-        self._stream = open(self.output, "w")  # closed in __exit__
-        self.process = subprocess.Popen(
-            self.command(),
-            stdout=self._stream,
-            stderr=subprocess.STDOUT,
-            env=self._environment,
-        )
+        self.process: ForkedCommand | subprocess.Popen[bytes]
+        if self._forked:
+            self.output.write_text("")
+            self.process = ForkedCommand(self.command(), self.output, self._environment)
+        else:
+            with open(self.output, "w") as file:
+                self.process = subprocess.Popen(
+                    self.command(), stdout=file, stderr=subprocess.STDOUT, env=self._environment
+                )
         return self
 
     def __exit__(
@@ -198,7 +210,6 @@ class RealGateway:
     ) -> None:
         if self.process.poll() is None:
             self.stop()
-        self._stream.close()
 
     def command(self) -> list[str]:
         port = [] if "--port" in self._arguments else ["--port", "0"]
@@ -207,7 +218,6 @@ class RealGateway:
     def restart(self, number: int = signal.SIGTERM) -> None:
         """Stop it by a signal and start it anew, with the same settings; its URL may be another then."""
         self.stop(number)
-        self._stream.close()
         self.__enter__()
         self.wait_until_ready()
 

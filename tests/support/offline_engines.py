@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
-import sys
 import time
-from multiprocessing.context import ForkServerContext
-from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,25 +12,14 @@ import pytest
 
 from baton.config.settings import load_settings
 from baton.models.store import ModelStore
-from baton.prepare import FORKED_MODULES
 from baton_kv.contract import PARAMS_KEY
 from support import offline_vllm
+from support.forks import forks
 
 OWN = [4093, 282, 260, 1517]
 """What B adds to A's context, in token ids."""
 SAVED_WITHIN_S = 20
 Answer = dict[str, Any]
-
-
-def forks() -> ForkServerContext:
-    """Where engines are forked from: a process that has imported vLLM, one for all tests of this one."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["vllm", "vllm.entrypoints.llm", *FORKED_MODULES])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))  # the extension is there
-        patch.setenv("TORCHDYNAMO_DISABLE", "1")
-        ensure_running()
-    return context
 
 
 class OfflineEngine:

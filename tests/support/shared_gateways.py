@@ -45,7 +45,9 @@ def gateways_over(
                 text += ELSEWHERE.format(url=made[0].url)
             config.write_text(more + text)
             environment = None if made else first
-            gateway = stack.enter_context(RealGateway(["--config", str(config)], place, environment))
+            gateway = stack.enter_context(
+                RealGateway(["--config", str(config)], place, environment, forked=True)
+            )
             gateway.wait_until_ready()
             made.append(gateway)
         yield made

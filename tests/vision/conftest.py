@@ -18,6 +18,6 @@ def vision_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealGat
     folder = tmp_path_factory.mktemp("vision")
     make_llava(folder / "model")
     (folder / "baton.toml").write_text(CONFIG.read_text().format(folder=folder))
-    with RealGateway(["--config", str(folder / "baton.toml")], folder) as gateway:
+    with RealGateway(["--config", str(folder / "baton.toml")], folder, forked=True) as gateway:
         gateway.wait_until_ready()
         yield gateway

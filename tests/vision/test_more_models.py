@@ -49,7 +49,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealGateway]:
     subprocess.run([sys.executable, "-c", MAKE, here, str(folder)], check=True, capture_output=True)
     settings = "".join(ENGINE.format(name=name, folder=folder) for name in NAMES)
     (folder / "baton.toml").write_text(f'[handoffs]\nstore = "file:{folder}/store"\n{settings}')
-    with RealGateway(["--config", str(folder / "baton.toml")], folder) as running:
+    with RealGateway(["--config", str(folder / "baton.toml")], folder, forked=True) as running:
         running.wait_until_ready()
         yield running
 
