@@ -10,8 +10,7 @@ from typing import Any, Protocol, TypeAlias
 
 from baton.engines.backend import Backend, Elsewhere, EngineState, Json, Operation, Reply
 from baton.engines.transfers import Throughput, TransferChooser, TransferRequest
-from baton.images.client_image import ClientImage
-from baton.images.placed_image import PlacedImage
+from baton.images.image import ClientImage, PlacedImage
 from baton.telemetry.ids import RequestContext
 
 LOOK_EVERY_S = 0.05

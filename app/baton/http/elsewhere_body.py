@@ -16,7 +16,7 @@ from baton.engines.backend import Elsewhere, Operation
 from baton.errors import InvalidRequest, OperationUnsupported
 from baton.http.request import context_of, gateway_of
 from baton.http.request_images import take_images
-from baton.images.client_image import ClientImage
+from baton.images.image import ClientImage
 from baton.relay.asked import OPERATIONS
 
 BOOLEAN = TypeAdapter(bool)

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, PrivateAttr
 
-from baton.images.image_position import ImagePosition, with_distinct_images
-from baton.images.placed_image import PlacedImage
+from baton.images.image import PlacedImage, with_distinct_images
 from baton.telemetry.metrics import AuditResult
 from baton_kv.contract import EXPENDABLE
+from baton_kv.format import ImageRef
 
 if TYPE_CHECKING:
     Ids = array[int]
@@ -214,6 +214,11 @@ class StoredImage(BaseModel):
     length: int
     target: list[int]
 
+    @property
+    def ref(self) -> ImageRef:
+        """Its name and place."""
+        return ImageRef(self.digest, self.offset, self.length)
+
 
 class Lease(BaseModel):
     """What may change of a handoff after it was saved, here or on another machine; nothing else may.
@@ -270,7 +275,7 @@ class Context(NamedTuple):
 
     conversation: Conversation | None = None
     exact: bool | None = None
-    positions: Sequence[ImagePosition] = ()
+    positions: Sequence[ImageRef] = ()
     latent_steps: int = 0
     placeholder: int | None = None
 
@@ -314,7 +319,7 @@ class Handoff(Lease):
     parent: str | None = Field(None, frozen=True)
     parents: list[str] = Field([], frozen=True)
     automatic: bool = Field(False, frozen=True)
-    positions: list[ImagePosition] = Field([], frozen=True)
+    positions: list[ImageRef] = Field([], frozen=True)
     exact: bool = Field(True, frozen=True)
     translated_from: str | None = Field(None, frozen=True)
     _on_disk: bool = PrivateAttr(False)
@@ -329,7 +334,7 @@ class Handoff(Lease):
     def fill(self, tokens: Iterable[int], context: Context, images: Iterable[PlacedImage]) -> None:
         """Set what is known now that the request has ended which saves it, past the lock of its fields."""
         placed = list(images)
-        self._image_data.update((each.digest, each.image.data) for each in placed)
+        self._image_data.update((each.image.digest, each.image.data) for each in placed)
         vars(self).update(
             tokens=array("i", tokens),
             images=[_stored(each) for each in placed],
@@ -349,10 +354,9 @@ class Handoff(Lease):
         return self.tokens[:count].count(self.placeholder) if self.placeholder is not None else 0
 
     @property
-    def image_positions(self) -> list[ImagePosition]:
+    def image_positions(self) -> list[ImageRef]:
         """Where the images of its context stand, in order."""
-        stored = [ImagePosition(each.digest, each.offset, each.length) for each in self.images]
-        return self.positions or stored
+        return self.positions or [each.ref for each in self.images]
 
     @property
     def distinct_tokens(self) -> Sequence[int]:
@@ -466,7 +470,7 @@ class Handoff(Lease):
 def _stored(placed: PlacedImage) -> StoredImage:
     image = placed.image
     return StoredImage(
-        digest=placed.digest,
+        digest=image.digest,
         media_type=image.media_type,
         width=image.width,
         height=image.height,

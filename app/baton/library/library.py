@@ -14,7 +14,7 @@ from baton.config.groups import HandoffSettings
 from baton.engines.engine import LocalEngine
 from baton.engines.transfers import TransferRequest
 from baton.errors import HandoffNotFound, HandoffStoreUnavailable
-from baton.images.placed_image import PlacedImage
+from baton.images.image import PlacedImage
 from baton.library.fetches import Fetches
 from baton.library.handoff import Context, Handoff, HandoffAudit, HandoffState, PrefixMatch, new_id
 from baton.library.here.records import Others

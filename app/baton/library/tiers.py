@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 import structlog
 
 from baton.errors import HandoffPinsFull, HandoffStoreUnavailable
-from baton.images.placed_image import PlacedImage
+from baton.images.image import PlacedImage
 from baton.library.handoff import PINNED_SHARE, Handoff, is_handoff_key, scope_of
 from baton.library.here.images import Images, ImageStore
 from baton.library.here.records import Edit, RecordFolder, Records, proof_of

@@ -323,6 +323,6 @@ class Audits:
 async def _call(engine: LocalEngine, transfer: TransferRequest) -> None:
     assert transfer.prompt is not None
     body: Json = {"model": engine.name, "prompt": transfer.prompt, "max_tokens": 1, "temperature": 0}
-    images = frozenset(image.digest for image in transfer.images)
+    images = frozenset(each.image.digest for each in transfer.images)
     context = RequestContext(new_request_id(), tenant=NO_TENANT, images=images)
     await engine.call(Operation.COMPLETIONS, body, context, transfer)

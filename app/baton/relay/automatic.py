@@ -20,7 +20,7 @@ from baton.config.groups import AutomaticMode, HandoffSettings
 from baton.engines.backend import Json, Operation
 from baton.engines.engine import LocalEngine
 from baton.engines.transfers import TransferReport, TransferRequest
-from baton.images.image_position import ImagePosition, with_distinct_images
+from baton.images.image import with_distinct_images
 from baton.library.handoff import Context, Handoff, PrefixMatch, key_of, new_id
 from baton.library.library import Library
 from baton.relay.asked import OPERATIONS
@@ -29,6 +29,7 @@ from baton.relay.cost import Decision, LoadCost
 from baton.relay.report import KV_IS_GONE
 from baton.telemetry.metrics import HandoffMetrics
 from baton_kv.contract import TransferFailure
+from baton_kv.format import ImageRef
 
 # Decide which contexts are worth saving, for requests that do not ask for it.
 
@@ -322,7 +323,7 @@ class AutomaticHandoffs:
         handoff_id: str,
         transfer: TransferRequest,
         tokens: list[int],
-        images: Sequence[ImagePosition],
+        images: Sequence[ImageRef],
         ttl_s: int | None,
     ) -> None:
         """Register a context that the engine saves as a handoff."""
@@ -362,7 +363,7 @@ class ChosenTransfer:
 
     match: PrefixMatch | None
     save_id: str | None
-    images: Sequence[ImagePosition]
+    images: Sequence[ImageRef]
 
 
 class AutomaticRequest:
@@ -393,7 +394,7 @@ class AutomaticRequest:
         self._choices: dict[TransferRequest, ChosenTransfer] = {}
 
     def choose(
-        self, prompt: Sequence[int], images: Sequence[ImagePosition] = (), *, loads: bool, saves: bool
+        self, prompt: Sequence[int], images: Sequence[ImageRef] = (), *, loads: bool, saves: bool
     ) -> TransferRequest | None:
         try:
             return self._choose(prompt, images, loads=loads, saves=saves)
@@ -405,7 +406,7 @@ class AutomaticRequest:
             return None
 
     def _choose(
-        self, prompt: Sequence[int], images: Sequence[ImagePosition], *, loads: bool, saves: bool
+        self, prompt: Sequence[int], images: Sequence[ImageRef], *, loads: bool, saves: bool
     ) -> TransferRequest | None:
         prompt = with_distinct_images(prompt, images)
         match = self._automatic.find(self._engine, self._tenant, prompt)

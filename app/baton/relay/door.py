@@ -18,7 +18,7 @@ from baton.engines.engine import LocalEngine
 from baton.engines.fleet import Fleet
 from baton.engines.transfers import TransferChooser, TransferRequest
 from baton.errors import InvalidRequest
-from baton.images.client_image import ClientImage
+from baton.images.image import ClientImage
 from baton.library.handoff import Handoff
 from baton.library.library import Library
 from baton.relay.ahead import JoinsAhead

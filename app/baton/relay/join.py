@@ -17,7 +17,7 @@ from baton.admission.fair_threads import in_own_thread
 from baton.engines.backend import Json
 from baton.engines.engine import LocalEngine
 from baton.errors import BatonError, ContextTooLong, InvalidRequest, TemplateUnsupported
-from baton.images.placed_image import PlacedImage
+from baton.images.image import PlacedImage
 from baton.library.handoff import Conversation, Handoff, common_tokens
 from baton.relay.prompt.chat import Writer
 from baton.relay.prompt.resent import INSTRUCTIONS, fingerprint

@@ -12,9 +12,7 @@ from baton.engines.backend import Json, Operation
 from baton.engines.engine import LocalEngine
 from baton.engines.transfers import TransferRequest
 from baton.errors import InvalidRequest
-from baton.images.client_image import ClientImage
-from baton.images.image_position import ImagePosition, with_distinct_images
-from baton.images.placed_image import PlacedImage
+from baton.images.image import ClientImage, PlacedImage, with_distinct_images
 from baton.library.handoff import Handoff, common_tokens
 from baton.library.library import Library
 from baton.relay.asked import HandoffOptions, NewHandoff, SaveOptions, part_name
@@ -356,7 +354,9 @@ class Plans:
         for part in parts:
             found = await self.handoffs.images(part.record) if part.where not in continued else []
             # Bytes of an image that several parts hold are kept once.
-            images.append([replace(each, image=known.setdefault(each.digest, each.image)) for each in found])
+            images.append(
+                [replace(each, image=known.setdefault(each.image.digest, each.image)) for each in found]
+            )
         read = [replace(part, images=theirs) for part, theirs in zip(parts, images, strict=True)]
         joined = await join(engine, context, read, continued)
         require_fit(engine, parts, joined)
@@ -384,7 +384,7 @@ class Plans:
             return None
         shared = None
         if prompt.tokens is not None:
-            images = [ImagePosition(each.digest, each.offset, each.length) for each in prompt.images]
+            images = [each.ref for each in prompt.images]
             shared = common_tokens(source.distinct_tokens, with_distinct_images(prompt.tokens, images))
         decision = self.cost.decide(engine, source, shared, self.handoffs.skipped_fetch_s(source))
         self.metrics.decisions.labels(decision.choice.value).inc()
@@ -463,7 +463,7 @@ def _require_light_images(images: Sequence[PlacedImage], settings: HandoffSettin
     Raises:
         InvalidRequest: they take more bytes than a handoff may hold.
     """
-    size = sum({image.digest: len(image.image.data) for image in images}.values())
+    size = sum({each.image.digest: len(each.image.data) for each in images}.values())
     if size > (most := settings.image_bytes):
         raise InvalidRequest(
             f"The context's images take {size} bytes; a handoff may hold at most {most} "

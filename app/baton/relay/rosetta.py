@@ -18,7 +18,7 @@ from baton.engines.backend import EngineState, Json, Operation, WholeReply
 from baton.engines.engine import LocalEngine
 from baton.engines.transfers import TransferRequest
 from baton.errors import GenerationFailed, HandoffIncompatible, InvalidRequest, OperationUnsupported
-from baton.images.client_image import ClientImage
+from baton.images.image import ClientImage
 from baton.library.handoff import Handoff
 from baton.library.library import Library
 from baton.relay.asked import WRITTEN_BY_THE_ENGINE, HandoffOptions

@@ -18,8 +18,7 @@ from baton.admission.tenants import Admission, Ticket
 from baton.engines.backend import EngineState, Json
 from baton.engines.engine import LocalEngine
 from baton.errors import BatonError, HandoffIncompatible, HandoffNotFound
-from baton.images.client_image import ClientImage
-from baton.images.placed_image import PlacedImage
+from baton.images.image import ClientImage, PlacedImage
 from baton.library.handoff import Handoff, HandoffState
 from baton.library.library import Library
 from baton.relay.asked import SaveOptions, part_name

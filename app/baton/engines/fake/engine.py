@@ -30,8 +30,7 @@ from baton.engines.engine import Plugin
 from baton.engines.fake.answers import MAX_MODEL_LEN, POOLING, STREAMS, Answer, message_text, with_images
 from baton.engines.transfers import Throughput, TransferChooser, TransferRequest
 from baton.errors import BatonError, InvalidRequest, StartError
-from baton.images.client_image import ClientImage
-from baton.images.placed_image import PlacedImage
+from baton.images.image import ClientImage, PlacedImage
 from baton.telemetry.ids import RequestContext
 
 

@@ -46,8 +46,7 @@ from baton.errors import (
     PluginFailed,
     StartError,
 )
-from baton.images.client_image import ClientImage
-from baton.images.placed_image import PlacedImage
+from baton.images.image import ClientImage, PlacedImage
 from baton.models.parsers import parsers_of
 from baton.models.store import identity
 from baton.telemetry.ids import RequestContext

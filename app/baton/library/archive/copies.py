@@ -21,7 +21,7 @@ import structlog
 from blake3 import blake3
 
 from baton.errors import HandoffImagesLost
-from baton.images.placed_image import PlacedImage
+from baton.images.image import PlacedImage
 from baton.library.archive.bucket import PART_BYTES, Bucket, Conflict
 from baton.library.archive.documents import ArchivedFile, Document, Names
 from baton.library.archive.records import ArchiveRecords, Version
@@ -309,7 +309,7 @@ class Archive:
                     name = self.names.file(record.tenant, seal_of(reader))
                     files.append(LocalFile(key, name, len(reader), partial(read_into, reader)))
             placed = here.read_images(record) if images and record.images else []
-            data = {each.digest: each.image.data for each in placed}
+            data = {each.image.digest: each.image.data for each in placed}
             yield LocalFiles(files, [self._image(record, *each) for each in data.items()])
 
     def _image(self, record: Handoff, digest: str, data: bytes) -> LocalFile:

@@ -14,7 +14,7 @@ import structlog
 
 from baton.config.groups import HandoffSettings
 from baton.errors import HandoffImagesLost, HandoffPinsFull, HandoffStoreUnavailable, SettingsError
-from baton.images.placed_image import PlacedImage
+from baton.images.image import PlacedImage
 from baton.library.archive.archiver import Archiver
 from baton.library.archive.bucket import UNAVAILABLE, Bucket, BucketAddress, Conflict, NotChanged
 from baton.library.archive.copies import Archive, ArchiveFiles, Damaged, Pace, placed

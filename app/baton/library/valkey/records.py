@@ -16,7 +16,7 @@ import structlog
 from pydantic import ValidationError
 
 from baton.errors import HandoffImagesLost, HandoffStoreUnavailable
-from baton.images.placed_image import PlacedImage
+from baton.images.image import PlacedImage
 from baton.library.handoff import UNSAVED, Footprint, Handoff, Lease
 from baton.library.here.entries import Deadline, bytes_into
 from baton.library.here.images import placed_image

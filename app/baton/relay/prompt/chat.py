@@ -10,8 +10,7 @@ from baton.admission.fair_threads import in_own_thread
 from baton.engines.backend import Json, Operation
 from baton.engines.engine import LocalEngine
 from baton.errors import ImagesMisplaced, InvalidRequest, TemplateUnsupported
-from baton.images.client_image import ClientImage
-from baton.images.placed_image import PlacedImage
+from baton.images.image import ClientImage, PlacedImage
 from baton.library.handoff import Conversation, Handoff
 from baton.relay.asked import WRITTEN_BY_THE_ENGINE
 from baton.relay.prompt.resent import Resent, has_answer, resent

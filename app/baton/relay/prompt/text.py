@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from baton.engines.backend import Json, Operation, WholeReply
 from baton.engines.engine import LocalEngine
 from baton.errors import GenerationFailed, InvalidRequest
-from baton.images.placed_image import PlacedImage
+from baton.images.image import PlacedImage
 from baton.telemetry.ids import RequestContext
 
 # Replace the images in a chat's messages by references, which conversations store and templates render.
