@@ -186,11 +186,7 @@ class ResponseSettings(Frozen):
 
 
 def _checked(url: str) -> str:
-    """Return a server's address without `/v1` and slashes at its end.
-
-    Raises:
-        ValueError: it is no address of a server, or holds what does not belong there.
-    """
+    """Return a server's address without `/v1` and slashes at its end."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError("give an address such as `http://10.0.0.7:8000`")
@@ -476,11 +472,7 @@ HostName = Annotated[
 
 
 def _as_browsers_send(origin: str) -> str:
-    """Refuse an origin that no browser sends, which would never match.
-
-    Raises:
-        ValueError: it has capitals, or the usual port of its scheme.
-    """
+    """Refuse an origin that no browser sends, which would never match."""
     usual = origin.startswith("https://") and origin.endswith(":443")
     if origin != origin.lower() or usual or (origin.startswith("http://") and origin.endswith(":80")):
         raise ValueError("write it as browsers send it: in small letters, without the scheme's usual port")

@@ -59,11 +59,7 @@ async def prepare_forwarded(
 
 
 def _settle_stream(body: dict[str, Any]) -> None:
-    """Make `stream` true or false: vLLM takes "off" for false, and other servers may take it for true.
-
-    Raises:
-        InvalidRequest: it is neither.
-    """
+    """Make `stream` true or false: vLLM takes "off" for false, and other servers may take it for true."""
     if (value := body.get("stream")) is None:
         return
     try:
@@ -76,9 +72,6 @@ def _refuse_tool_servers(body: dict[str, Any]) -> None:
     """Refuse tools that the other server would ask at an address, or with a right, that the client names.
 
     Tools that a server runs by itself have neither.
-
-    Raises:
-        OperationUnsupported: `param` names the field.
     """
     tools = body.get("tools")
     named = [tool for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []

@@ -221,11 +221,7 @@ class Library:
         return record
 
     async def _require_origin(self, record: Handoff) -> None:
-        """Refuse a translation of a handoff that has ended, of a translation perhaps.
-
-        Raises:
-            HandoffNotFound: it has.
-        """
+        """Refuse a translation of a handoff that has ended, of a translation perhaps."""
         origin: Handoff | None = record
         passed: set[str] = set()
         while origin is not None and origin.translated_from is not None and origin.id not in passed:

@@ -26,11 +26,7 @@ MOST_JOINED = 16
 
 
 def _as_list(given: object) -> object:
-    """Return the ids in a `from` field as a list.
-
-    Raises:
-        ValueError: there are none, too many, or one is named twice.
-    """
+    """Return the ids in a `from` field as a list."""
     if not isinstance(given, list):
         return [] if given is None else [given]
     if not 1 <= len(given) <= MOST_JOINED:

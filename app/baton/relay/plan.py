@@ -429,9 +429,6 @@ def _require_few_steps(steps: int, settings: HandoffSettings) -> None:
 
     Args:
         steps: number of steps, with those of the handoff that it continues.
-
-    Raises:
-        InvalidRequest: there are more.
     """
     most = max(LATENT_STEPS_PER_CONTEXT, settings.latent_steps_max)
     if steps > most:
@@ -443,11 +440,7 @@ def _require_few_steps(steps: int, settings: HandoffSettings) -> None:
 
 
 def _require_few_images(engine: LocalEngine, images: Sequence[PlacedImage]) -> None:
-    """Refuse more images, in the handoff and the request together, than the model takes.
-
-    Raises:
-        InvalidRequest: there are more.
-    """
+    """Refuse more images, in the handoff and the request together, than the model takes."""
     found, most = len(images), engine.images.limit
     if found > most:
         raise InvalidRequest(
@@ -458,11 +451,7 @@ def _require_few_images(engine: LocalEngine, images: Sequence[PlacedImage]) -> N
 
 
 def _require_light_images(images: Sequence[PlacedImage], settings: HandoffSettings) -> None:
-    """Refuse images that are too large to save, before the engine begins.
-
-    Raises:
-        InvalidRequest: they take more bytes than a handoff may hold.
-    """
+    """Refuse images that are too large to save, before the engine begins."""
     size = sum({each.image.digest: len(each.image.data) for each in images}.values())
     if size > (most := settings.image_bytes):
         raise InvalidRequest(
@@ -477,9 +466,6 @@ def _require_light_parts(parts: Sequence[Part], settings: HandoffSettings) -> No
 
     Args:
         parts: the handoffs, in the order in which they are joined.
-
-    Raises:
-        InvalidRequest: they do; `param` names the part that passes the limit.
     """
     sizes = dict[str, int]()
     for part in parts:

@@ -210,11 +210,7 @@ class Rosetta:
 
 
 async def _in_their_tokens(ours: EngineText, theirs: EngineText, chances: dict[int, float]) -> Mixture:
-    """Return a distribution over one model's tokens as a mixture of another's, of those that both have.
-
-    Raises:
-        HandoffIncompatible: they share none of these tokens.
-    """
+    """Return a distribution over one model's tokens as a mixture of another's, of those that both have."""
     found: dict[int, float] = {}
     for token, chance in chances.items():
         text = await ours.detokenize([token])

@@ -201,11 +201,7 @@ class Translations:
         return await self._make(engine, context, record, prompt, save)
 
     async def _spoken(self, context: RequestContext, record: Handoff) -> Spoken:
-        """Read what a handoff says, with an engine of its weights.
-
-        Raises:
-            HandoffIncompatible: no engine here has its tokenizer.
-        """
+        """Read what a handoff says, with an engine of its weights."""
         theirs = [each for each in self._engines if each.weights == record.weights]
         if not theirs:
             raise HandoffIncompatible(

@@ -142,11 +142,7 @@ class ForkServer:
         return self.unusable is None
 
     def _await_ready(self) -> None:
-        """Read what the server says once it has imported its modules.
-
-        Raises:
-            ConnectionResetError: it ended before.
-        """
+        """Read what the server says once it has imported its modules."""
         assert self._control is not None
         if self._ready:
             return

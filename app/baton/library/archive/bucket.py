@@ -383,11 +383,7 @@ class Bucket:
         return answer
 
     def _apart(self, work: Callable[[], Answer]) -> Answer:
-        """Do what may take long in a thread that nothing waits for when the gateway ends.
-
-        Raises:
-            StoreError: the gateway ends.
-        """
+        """Do what may take long in a thread that nothing waits for when the gateway ends."""
         done: Future[Answer] = Future()
 
         def run() -> None:

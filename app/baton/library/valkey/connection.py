@@ -90,11 +90,7 @@ def open_client(address: ValkeyAddress) -> Client:
 
 
 def _checked(url: str, scheme: str) -> str:
-    """Return an address with a scheme that the library knows, which takes what it cannot read for a default.
-
-    Raises:
-        ValueError: there is no host, or what stands for the database is no number.
-    """
+    """Return an address whose scheme the library knows, which takes what it cannot read for a default."""
     parts = urlsplit(url)
     if scheme != "unix" and not (parts.hostname and (parts.path.strip("/") or "0").isdecimal()):
         raise ValueError("not HOST:PORT/DB")

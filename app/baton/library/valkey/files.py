@@ -210,11 +210,7 @@ class ValkeyFiles:
         return sum(map(number, self._connection.ask("look", lambda client: client.hvals(key))))
 
     def _free(self, answer: Sequence[object]) -> None:
-        """Remove what a reservation has freed.
-
-        Raises:
-            StoreFull: there was no room.
-        """
+        """Remove what a reservation has freed."""
         self.unlink([each for each in answer[1:] if isinstance(each, bytes)])
         if answer[0] != 1:
             raise StoreFull("the shared store is full")
@@ -269,11 +265,7 @@ class ValkeyFiles:
             wait(sent)
 
     def _begin(self, work: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Begin an exchange beside the caller's other work.
-
-        Raises:
-            HandoffStoreUnavailable: the gateway ends.
-        """
+        """Begin an exchange beside the caller's other work."""
         try:
             return self._threads.submit(work, *arguments)
         except RuntimeError:  # closed

@@ -231,11 +231,7 @@ def _identity(name: str, aliases: Sequence[str]) -> str:
 
 
 def _named_as(file: FileBands, number: int, card: Card) -> str | None:
-    """Identify a band by its names, else by its colour, as a known band or the card's; None: neither.
-
-    Raises:
-        RasterUnusable: two names, or name and wavelength, are of different bands.
-    """
+    """Identify a band by its names, else by its colour, as a known band or the card's; None: neither."""
     band, column = file.bands[number], _column(file)
     texts = [text for text in (band.name, *band.tags) if text]
     names = {text: found for text in texts if (found := _meaning(text, band.nm, file, card))}
