@@ -196,7 +196,7 @@ class EntryDescription:
 
 
 class EntryLayout:
-    """Where everything is in an entry's file; it follows from the description alone.
+    """The places of all that is in an entry's file; they follow from the description alone.
 
     Attributes:
         description: the entry's description.

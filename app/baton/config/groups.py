@@ -597,7 +597,7 @@ class EngineSettings(Frozen):
 
     @property
     def own(self) -> bool:
-        """Whether the engine runs here, and is no other server."""
+        """True if the engine runs here, and is no other server."""
         return self.url is None
 
     @property
@@ -608,7 +608,7 @@ class EngineSettings(Frozen):
 
     @property
     def forkable(self) -> bool:
-        """Whether the fork server may start the engine: with ranks, vLLM binds each one's threads itself."""
+        """True if the fork server may start the engine: with ranks, vLLM binds each one's threads itself."""
         return self.own and self.ranks == 1 and "distributed_executor_backend" not in self.args
 
 

@@ -68,12 +68,12 @@ class LocalEngine(Backend, Protocol):
 
     @property
     def moves_unsupported(self) -> str | None:
-        """Why the engine cannot move KV of several handoffs into one context; None: it can."""
+        """The reason why the engine cannot move KV of several handoffs into one context; None: it can."""
         ...
 
     @property
     def translates(self) -> bool:
-        """Whether requests continue handoffs of other weights by their text, unless they say otherwise."""
+        """True if requests continue handoffs of other weights by their text, unless they say otherwise."""
         ...
 
     @property
@@ -181,7 +181,7 @@ Engine: TypeAlias = LocalEngine | Elsewhere
 
 
 def is_idle(engine: LocalEngine) -> bool:
-    """Whether an engine runs, and has no request."""
+    """Check whether an engine runs, and has no request."""
     return engine.state is EngineState.READY and not engine.active
 
 

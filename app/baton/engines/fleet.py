@@ -231,12 +231,12 @@ class Fleet:
 
     @property
     def ready(self) -> bool:
-        """Whether every engine has been started once and at least one is ready; others may be restarting."""
+        """True if every engine has been started once and at least one is ready; others may be restarting."""
         return self._started and EngineState.READY in self.states.values()
 
     @property
     def whole(self) -> bool:
-        """Whether every engine is ready."""
+        """True if every engine is ready."""
         return all(state is EngineState.READY for state in self.states.values())
 
     def count_states(self) -> dict[str, int]:

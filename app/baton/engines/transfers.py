@@ -29,7 +29,7 @@ OUR_ID = re.compile(r"[0-9a-f]{32}")
 
 @dataclass(eq=False)
 class TransferReport:
-    """What happened to a request with a handoff. Only the engine writes it.
+    """The report of a request with a handoff. Only the engine writes it.
 
     Attributes:
         prompt_ids: the prompt's token ids, once known.
@@ -119,12 +119,12 @@ class TransferRequest:
 
     @property
     def moves_kv(self) -> bool:
-        """Whether KV is saved, loaded or mixed, so that the connector is told; else it brings a prompt."""
+        """True if KV is saved, loaded or mixed, so that the connector is told; else it brings a prompt."""
         return self.save is not None or self.load is not None or self.mixture is not None
 
     @property
     def saves_answer(self) -> bool:
-        """Whether the answer is saved behind its prompt."""
+        """True if the answer is saved behind its prompt."""
         return self.save is not None and not self.prompt_only
 
 

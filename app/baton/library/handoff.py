@@ -144,7 +144,7 @@ PINNED_SHARE = 0.5
 
 
 class Footprint(NamedTuple):
-    """How much of the store's budget a handoff takes beside its KV, which handoffs may share.
+    """The share of the store's budget that a handoff takes beside its KV, which handoffs may share.
 
     Attributes:
         pin: its KV is exempt from eviction.
@@ -221,7 +221,7 @@ class StoredImage(BaseModel):
 
 
 class Lease(BaseModel):
-    """What may change of a handoff after it was saved, here or on another machine; nothing else may.
+    """The fields of a handoff that may change after it was saved, here or on another machine; no others may.
 
     A field that is added here is written, read and merged wherever handoffs are kept (`SAVERS` and `UNSAVED`
     name the few that are one machine's own). What never changes stands in `Handoff`, what is known only when
@@ -263,7 +263,7 @@ UNSAVED = SAVERS | {"audit", "archived"}
 
 
 class Context(NamedTuple):
-    """What is known of a context beside its tokens when the request that saves it has ended.
+    """The facts about a context beside its tokens, known when the request that saves it has ended.
 
     Attributes:
         conversation: the messages that the tokens were written from; None: it was never a chat.
@@ -355,7 +355,7 @@ class Handoff(Lease):
 
     @property
     def image_positions(self) -> list[ImageRef]:
-        """Where the images of its context stand, in order."""
+        """The places of its context's images, in order."""
         return self.positions or [each.ref for each in self.images]
 
     @property
@@ -367,7 +367,7 @@ class Handoff(Lease):
 
     @property
     def on_disk(self) -> bool:
-        """Whether it is saved on disk, where other gateways see it."""
+        """True if it is saved on disk, where other gateways see it."""
         return self._on_disk
 
     @on_disk.setter
@@ -376,7 +376,7 @@ class Handoff(Lease):
 
     @property
     def announced(self) -> bool:
-        """Whether other machines know of it, so that it may only be written while it exists there."""
+        """True if other machines know of it, so that it may only be written while it exists there."""
         return self._announced
 
     @announced.setter
@@ -418,7 +418,7 @@ class Handoff(Lease):
 
     @property
     def footprint(self) -> Footprint:
-        """How much of the store's budget it takes beside its KV."""
+        """The share of the store's budget that it takes beside its KV."""
         return Footprint(self.tenant, self.pin, self.image_bytes + self._disk_bytes)
 
     @property
@@ -528,7 +528,7 @@ class PrefixMatch:
 
     @property
     def continues(self) -> bool:
-        """Whether the prompt goes on after the whole context, but for what a template writes at its end."""
+        """True if the prompt goes on after the whole context, but for what a template writes at its end."""
         return self.tokens > len(self.record.tokens) - BLOCK
 
 

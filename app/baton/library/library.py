@@ -333,7 +333,7 @@ class Library:
             self.kv_gone(record)
 
     def __contains__(self, record: Handoff) -> bool:
-        """Whether a handoff is still there."""
+        """Check whether a handoff is still there."""
         return record in self.index
 
     async def distrust(self, record: Handoff, saved: str | None) -> None:

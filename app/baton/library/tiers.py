@@ -34,7 +34,7 @@ log = structlog.get_logger("baton.handoffs")
 
 
 class Tier(Protocol):
-    """What the library asks of where handoffs are kept: `Here`, or a tier over it that has it as `here`.
+    """A place where handoffs are kept: `Here`, or a tier over it that has it as `here`.
 
     A further place is a class of this protocol in a folder of its own, as `archive/tier.py`, opened in
     `server.handoffs_of`.

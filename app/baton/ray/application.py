@@ -25,7 +25,7 @@ from baton.ray.replica import GatewayReplica, MetricsPage, drain_s, settings_of_
 
 
 class Arguments(BaseModel):
-    """How many replicas run, and what each is given. Everything else is in the gateway's own settings."""
+    """The number of replicas, and what each is given. Everything else is in the gateway's own settings."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -38,7 +38,7 @@ LogProbs = Mapping[int, float]
 
 @dataclass(frozen=True)
 class Comparison:
-    """What an audit found.
+    """The findings of an audit.
 
     Attributes:
         difference: largest difference of a log probability, in nats.
@@ -141,7 +141,7 @@ class Audit:
 
     @property
     def may_begin(self) -> bool:
-        """Whether its request's save has ended."""
+        """True if its request's save has ended."""
         over = self.transfer.report.save_over.is_set()
         return self.saved is None or over or self.age_s > SAVED_WITHIN_S
 

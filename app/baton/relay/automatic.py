@@ -52,7 +52,7 @@ SEEN = 10_000
 
 @dataclass
 class Usage:
-    """How many of a tenant's automatic handoffs were used.
+    """The number of a tenant's automatic handoffs, and of those that were used.
 
     Attributes:
         saved: number of saves.
@@ -78,7 +78,7 @@ class Sent:
     digest: bytes = b""
 
     def is_continued_by(self, prompt: Sequence[int]) -> bool:
-        """Whether a prompt begins with all of this one and goes on."""
+        """Check whether a prompt begins with all of this one and goes on."""
         return 0 < self.length < len(prompt) and _digest(prompt[: self.length]) == self.digest
 
 
@@ -353,7 +353,7 @@ class AutomaticHandoffs:
 
 @dataclass(frozen=True)
 class ChosenTransfer:
-    """What was chosen for one prompt.
+    """The transfer that was chosen for one prompt.
 
     Attributes:
         match: the stored context that the prompt shares most tokens with.

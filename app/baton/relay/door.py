@@ -49,7 +49,7 @@ TakePlace = Callable[[], Awaitable[Ticket]]
 
 @dataclass(frozen=True)
 class Relay:
-    """What one gateway does for requests that use handoffs. `open_relay` makes it.
+    """The door to handoffs: all that one gateway does for requests that use them. `open_relay` makes it.
 
     Attributes:
         settings: the gateway's; of handoffs.

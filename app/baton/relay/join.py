@@ -51,19 +51,19 @@ class Part:
 
     @property
     def must_be_first(self) -> bool:
-        """Whether it can be joined as the first part alone: what it begins with can be nowhere else."""
+        """True if it can be joined as the first part alone: what it begins with can be nowhere else."""
         conversation = self.record.conversation
         after_text = conversation is not None and conversation.after_text
         return self.record.latent_steps > 0 or after_text or self.begins_with_images
 
     @property
     def begins_with_images(self) -> bool:
-        """Whether its model takes its images at the beginning of a context alone."""
+        """True if its model takes its images at the beginning of a context alone."""
         return any(not image.target for image in self.record.images)
 
     @property
     def is_chat(self) -> bool:
-        """Whether it is a chat whose messages are known."""
+        """True if it is a chat whose messages are known."""
         conversation = self.record.conversation
         return conversation is not None and not conversation.text_only
 

@@ -32,7 +32,7 @@ from baton_kv.contract import MovedPart
 
 @dataclass(frozen=True)
 class Ask:
-    """What a client asked for.
+    """The wishes of a client, checked.
 
     Attributes:
         operation: an operation that supports handoffs.
@@ -63,7 +63,7 @@ class Ask:
 
     @property
     def exact(self) -> bool:
-        """Whether all KV that it uses is what the engine would compute."""
+        """True if all KV that it uses is what the engine would compute."""
         return not self.moves and (len(self.parts) != 1 or self.parts[0].record.exact)
 
     @property
@@ -80,13 +80,13 @@ class Ask:
 
     @property
     def joins_alone(self) -> bool:
-        """Whether nothing follows the joined contexts, neither a prompt nor an answer."""
+        """True if nothing follows the joined contexts, neither a prompt nor an answer."""
         text = self.operation is Operation.COMPLETIONS and self.body.get("prompt") is None
         return text and self.prompt_only and len(self.parts) > 1
 
     @property
     def prompt_only(self) -> bool:
-        """Whether the saved context ends before the answer."""
+        """True if the saved context ends before the answer."""
         return self.save is not None and self.save.scope == "prompt"
 
     @property

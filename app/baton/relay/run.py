@@ -299,7 +299,7 @@ class PlannedRequest:
 
     @property
     def exact(self) -> bool:
-        """Whether the KV that the answer started from is what the engine would compute of its tokens.
+        """True if the KV that the answer started from is what the engine would compute of its tokens.
 
         Where it might not be, the prefix cache is the request's own, so that its loads alone decide.
         """

@@ -18,7 +18,7 @@ from baton.relay.asked import part_name
 
 @dataclass(frozen=True)
 class Translated:
-    """How a handoff came from that of another model.
+    """The way in which a handoff came from that of another model.
 
     Attributes:
         source: the handoff of the other model, which the client named.

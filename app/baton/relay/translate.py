@@ -1,4 +1,4 @@
-"""Let a model continue a handoff of another model: by its text, never by its KV.
+"""Translate a handoff for another model, which continues it by its text, never by its KV.
 
 What the handoff says is written by the other model's own template and tokenizer, computed once, and kept as a
 handoff of that model, which lives as long as the one it was made from. KV never crosses from one model's
@@ -33,7 +33,7 @@ from baton.telemetry.ids import RequestContext, new_request_id
 
 @dataclass(frozen=True)
 class Spoken:
-    """What a context says.
+    """A context as words.
 
     Attributes:
         body: a chat's `messages` with the fields that its template reads; None: it is a plain text.

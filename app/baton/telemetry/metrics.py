@@ -205,7 +205,7 @@ NATS = (1e-6, 1e-5, 1e-4, 1e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 
 class AuditResult(StrEnum):
-    """How an audit ended."""
+    """The result of an audit."""
 
     MATCH = "match"
     MISMATCH = "mismatch"

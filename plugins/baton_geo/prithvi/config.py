@@ -142,12 +142,12 @@ class PrithviConfig(ReadOnlyModel):
 
     @property
     def has_time(self) -> bool:
-        """Whether the encoder takes dates."""
+        """True if the encoder takes dates."""
         return "time" in self.coords_encoding
 
     @property
     def has_location(self) -> bool:
-        """Whether the encoder takes the place."""
+        """True if the encoder takes the place."""
         return "location" in self.coords_encoding
 
     def grid_of(self, shape: Sequence[int]) -> tuple[int, int, int]:

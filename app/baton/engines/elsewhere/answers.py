@@ -313,7 +313,7 @@ class StreamReader:
 
     @property
     def may_just_end(self) -> bool:
-        """Whether some servers end such streams without a last event."""
+        """True if some servers end such streams without a last event."""
         return self.operation not in WITH_USAGE
 
     def passed_on(self, event: ServerEvent) -> str:

@@ -293,7 +293,7 @@ class ForkedProcess(context.SpawnProcess):
 
 
 class ForkContext(context.SpawnContext):
-    """What `multiprocessing.get_context` returns, whose processes the `CURRENT` server forks."""
+    """A `multiprocessing` context whose processes the `CURRENT` server forks."""
 
     Process = ForkedProcess
 

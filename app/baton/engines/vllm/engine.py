@@ -127,7 +127,7 @@ LAST_WORDS_WAIT_S = 0.2
 
 @dataclass(frozen=True)
 class Running:
-    """What requests need of an engine that runs: there from the warm-up until the stop, or not at all.
+    """The parts of a running engine that requests need: there from the warm-up until the stop, or not at all.
 
     Attributes:
         client: the engine's client.

@@ -167,7 +167,7 @@ class NotChanged(Exception):
 
 @dataclass(frozen=True)
 class BucketAddress:
-    """Where the archive is, and how it is asked.
+    """The address of the archive, and how it is asked.
 
     Attributes:
         prefix: what the names of all objects begin with.

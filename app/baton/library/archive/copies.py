@@ -216,7 +216,7 @@ TRIES = 20
 
 
 class Outcome(Enum):
-    """What became of a handoff that was to be written."""
+    """The outcome of writing a handoff."""
 
     WRITTEN = "written"
     CHANGED = "it was changed on this machine meanwhile"

@@ -53,7 +53,7 @@ class Version(NamedTuple):
 
     @property
     def deleted(self) -> bool:
-        """Whether it says that its handoff was deleted, or has expired."""
+        """True if it says that its handoff was deleted, or has expired."""
         return self.document.record is None and not self.damaged
 
 

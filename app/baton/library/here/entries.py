@@ -13,7 +13,7 @@ from baton_kv.stores.base import Reader, SharedFiles, Store, StoreError
 
 
 class Deadline(NamedTuple):
-    """When a fetch must have ended.
+    """The time by which a fetch must have ended.
 
     Attributes:
         setting: what sets its limit.

@@ -28,7 +28,7 @@ ABANDONED_AFTER_S = 600.0
 
 
 class Images(Protocol):
-    """Where the images of handoffs are kept."""
+    """The place where the images of handoffs are kept."""
 
     def save(self, record: Handoff) -> bool:
         """Write the images that a record holds in memory, and drop them from it.

@@ -43,7 +43,7 @@ Client = Any
 
 @dataclass(frozen=True)
 class ValkeyAddress:
-    """Where the shared store is, and how it is asked.
+    """The address of the shared store, and how it is asked.
 
     Attributes:
         url: its address: `valkey://HOST:PORT/DB`, `valkey+cluster://HOST:PORT`, or
@@ -161,7 +161,7 @@ FAILURE_TYPES = (ValkeyError, ValkeyClusterException, OSError)
 
 @dataclass(frozen=True)
 class ServerMemory:
-    """How much memory a server may take.
+    """The memory that a server may take.
 
     Attributes:
         most: bytes; 0: no limit.

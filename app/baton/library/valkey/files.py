@@ -66,7 +66,7 @@ class ValkeyFile:
 
 @dataclass(frozen=True)
 class Room:
-    """What an entry takes in the shared store, and for how long.
+    """The room that an entry takes in the shared store, and for how long.
 
     Attributes:
         budget: bytes that all handoffs may take.

@@ -23,7 +23,7 @@ DIGEST_CHARS = 32
 
 @dataclass(frozen=True)
 class Resent:
-    """How much of a handoff's conversation the messages of a request repeat.
+    """The part of a handoff's conversation that the messages of a request repeat.
 
     Attributes:
         messages: number of messages, from the first, that repeat it.

@@ -76,7 +76,7 @@ WORDS = 12  # of a name that are looked at
 
 @dataclass(frozen=True)
 class FileBand:
-    """What a file says of one band.
+    """The description of one band in a file.
 
     Attributes:
         name: its description.
