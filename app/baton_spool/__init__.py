@@ -35,8 +35,6 @@ class Naming:
     """The names of temporary files for one purpose: `prefix`, sixteen hexadecimal digits, `suffix`.
 
     Attributes:
-        prefix: beginning of the names.
-        suffix: end of the names.
         folders: whether folders are created instead of files.
 
     Example:

@@ -196,8 +196,6 @@ class ClassArea(ReadOnlyModel):
     """The area of one class in a scene.
 
     Attributes:
-        value: of the class in the mask.
-        name: of the class.
         pixels: number of pixels of the class.
         share: of the pixels that are not nodata; 0 to 1.
         hectares: area on the ground; None if the size of a pixel is unknown.

@@ -33,7 +33,6 @@ class Spooled:
     A context manager: on exit the file is removed, if it is owned.
 
     Attributes:
-        path: of the file.
         size: bytes.
         owned: whether the file is removed on exit.
         made: the locked temporary file, if a `Spool` wrote it.

@@ -72,9 +72,6 @@ class WholeReply:
     """An answer in one piece, with the headers that describe its content.
 
     Attributes:
-        body: the answer.
-        media_type: of the body.
-        headers: that describe it.
         status: HTTP status, which is 200 but for another server's 201 and 202.
     """
 

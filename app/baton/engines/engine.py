@@ -23,7 +23,6 @@ class Plugin:
 
     Attributes:
         name: name of its entry point.
-        instance: the engine's one instance of it.
         request: parses a body as vLLM's `IOProcessorRequest`, for older plugins; raises `BatonError`.
     """
 

@@ -182,7 +182,6 @@ class Fleet:
         at_once: how many engines may start at the same time.
 
     Attributes:
-        metrics: the gateway's metrics.
         lost: set when every engine has failed too often to be restarted.
     """
 

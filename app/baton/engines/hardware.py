@@ -84,10 +84,8 @@ class Gpu:
     Attributes:
         index: its number on this machine.
         uuid: its id, `GPU-...`.
-        name: product name.
         bytes_total: bytes of its memory.
         bytes_free: bytes that no process uses.
-        driver: version of the driver.
     """
 
     index: str

@@ -50,7 +50,6 @@ class _Fault:
     """One of pydantic's errors.
 
     Attributes:
-        item: it.
         loc: where it is: fields, and names of types where a union has several.
         path: the fields alone.
         branch: the beginning of `loc` up to its last type.

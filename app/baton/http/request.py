@@ -62,7 +62,6 @@ class RequestState:
     """The state of one request.
 
     Attributes:
-        context: the client and the request's ids.
         ticket: the places that it holds in the admission queues.
         model: name of the engine that answers it; None until one is picked.
         error_code: code of the error that it was answered with, if any.

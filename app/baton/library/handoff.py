@@ -197,7 +197,6 @@ class StoredImage(BaseModel):
         digest: SHA-256 of its bytes, which are in a file of their own.
         width: in pixels.
         height: in pixels.
-        bytes: size of the file.
         offset: index of the first of the tokens that stand for it.
         length: number of these tokens.
         target: the placeholder tokens that the template wrote in their place.

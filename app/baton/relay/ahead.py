@@ -66,9 +66,6 @@ class JoinsAhead:
     ) -> tuple[Handoff, asyncio.Task[Json], bool]:
         """Begin to join handoffs.
 
-        Args:
-            context: the client and the request's ids.
-
         Returns:
             The handoff, which is pending; its computation, with the `handoff` object as its result; whether
             that begins at once.

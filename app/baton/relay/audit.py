@@ -109,7 +109,6 @@ class Audit:
     """One answer that was computed from loaded KV.
 
     Attributes:
-        engine: the engine that loaded it.
         record: the handoff whose KV was loaded.
         transfer: the request to the engine, with its report.
         noted_at: monotonic seconds.

@@ -55,7 +55,6 @@ class Usage:
     """The number of a tenant's automatic handoffs, and of those that were used.
 
     Attributes:
-        saved: number of saves.
         used: number of requests that continued one of them, which shared more with no other.
     """
 
@@ -70,7 +69,6 @@ class Sent:
     Attributes:
         at: monotonic seconds.
         length: number of its tokens, if more of it is remembered than its beginning.
-        digest: of all of them.
     """
 
     at: float
@@ -135,7 +133,6 @@ class SaveRule:
         """Return whether the context of a request should be saved when it is answered.
 
         Args:
-            prompt: its token ids.
             match: the stored context that it shares most tokens with.
             conversation: whether it consists of messages.
 
@@ -261,10 +258,8 @@ class AutomaticHandoffs:
     """Automatic handoffs of one gateway.
 
     Attributes:
-        handoffs: all handoffs.
         cost: decides whether KV is loaded or prefilled.
         metrics: where handoffs are counted.
-        settings: limits of handoffs.
         modes: what is automatic for each engine, by its name.
         rule: decides what is saved.
         audits: computes some answers again.

@@ -53,9 +53,7 @@ class Relay:
 
     Attributes:
         settings: the gateway's; of handoffs.
-        library: all handoffs.
         sources: finds those that a request continues.
-        plans: plans requests.
         translations: makes handoffs of what those of other models say.
         rosetta: starts requests from one vector of another model.
         ahead: joins handoffs in the background.
@@ -103,7 +101,6 @@ class Relay:
         """Answer a request with a `handoff` field; the reply holds the `handoff` object.
 
         Args:
-            context: the client and the request's ids.
             options: the field, from `asked`.
             images: the images of the request, in the order of its prompt.
             take_place: called once what the request continues is ready.
@@ -169,7 +166,6 @@ class Relay:
         """Compute a context and save it, without an answer: `POST /v1/handoffs`.
 
         Args:
-            context: the client and the request's ids.
             take_place: called once what the context continues is ready.
 
         Returns:

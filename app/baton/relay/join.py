@@ -33,8 +33,6 @@ class Part:
     """One of the handoffs that are joined.
 
     Attributes:
-        record: the handoff.
-        where: the field that names it.
         images: the images of its context, in order.
         translated: how it came from a handoff of other weights; None: it is of the engine's.
     """
@@ -79,7 +77,6 @@ class JoinedContext:
     """Several contexts as one.
 
     Attributes:
-        tokens: every token id.
         images: the images that the tokens stand for, in order.
         conversation: its messages; None: it is no chat.
         ends: for each part the number of tokens up to its end.

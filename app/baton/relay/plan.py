@@ -36,7 +36,6 @@ class Ask:
 
     Attributes:
         operation: an operation that supports handoffs.
-        body: the body of the request.
         parts: the handoffs that it continues, in the order in which they are joined.
         save: how its context is saved; None: it is not.
         latent_steps: number of latent steps after the prompt.
@@ -138,10 +137,8 @@ class Plans:
     """Plans the requests of one gateway.
 
     Attributes:
-        handoffs: all handoffs.
         cost: decides whether KV is loaded or prefilled.
         metrics: where handoffs are counted.
-        settings: limits of handoffs.
         audits: computes some answers again.
     """
 
@@ -164,8 +161,6 @@ class Plans:
         """Plan a request with a `handoff` field.
 
         Args:
-            context: the client and the request's ids.
-            options: the `handoff` field.
             images: the images of the request, in the order of its prompt.
 
         Raises:
@@ -198,7 +193,6 @@ class Plans:
 
         Args:
             engine: see `open`, as for the others.
-            context: the client and the request's ids.
             target: the handoff to save, from `begin_joined`; None: it is registered here.
 
         Raises:
@@ -243,9 +237,6 @@ class Plans:
         save: SaveOptions,
     ) -> PlannedRequest:
         """Plan to compute and save what a handoff of other weights says.
-
-        Args:
-            context: the client and the request's ids.
 
         Raises:
             BatonError: the context cannot be computed; nothing was registered.

@@ -40,9 +40,6 @@ class Rosetta:
     """Plans requests that start from another model's last thought.
 
     Attributes:
-        engines: the engines of the gateway.
-        handoffs: all handoffs.
-        plans: plans requests.
         admission: gives places at the engines.
         enabled: whether the settings allow it.
     """
@@ -114,7 +111,6 @@ class Rosetta:
         """Plan a request that starts from the last thought of a handoff; call it before it takes a place.
 
         Args:
-            context: the client and the request's ids.
             images: the images of the request, in the order of its prompt.
 
         Raises:

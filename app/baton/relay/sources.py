@@ -133,7 +133,6 @@ class Sources:
     """Finds handoffs for the requests of one gateway.
 
     Attributes:
-        handoffs: all handoffs.
         wait_s: seconds that a request waits for a pending one.
     """
 

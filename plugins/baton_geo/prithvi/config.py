@@ -87,10 +87,8 @@ class PrithviConfig(ReadOnlyModel):
         img_size: height and width of the position table, pixels; other sizes are interpolated.
         num_frames: time steps.
         patch_size: time steps, rows and columns of one patch.
-        in_chans: bands.
         embed_dim: width of a token.
         depth: transformer blocks.
-        num_heads: attention heads.
         mlp_ratio: width of a block's hidden layer over `embed_dim`.
         coords_encoding: coordinates that the encoder takes beside the pixels.
         coords_scale_learn: whether the weight of those encodings is a parameter.

@@ -298,9 +298,6 @@ class StreamReader:
     """Reads the events of one stream on their way to the client.
 
     Attributes:
-        operation: the operation.
-        names: of the model.
-        count: of its tokens.
         hides_usage: whether the client did not ask for the chunk with `usage`, but we did.
         complete: whether the last event has come.
     """

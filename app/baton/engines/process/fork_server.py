@@ -208,7 +208,6 @@ class Launch:
     """One process to fork.
 
     Attributes:
-        server: the server that forks it.
         launched: called with its process id once it runs.
     """
 

@@ -190,11 +190,7 @@ class BucketAddress:
 
 
 class Found(NamedTuple):
-    """A small object.
-
-    Attributes:
-        version: names this version of it.
-    """
+    """A small object."""
 
     data: bytes
     version: str

@@ -61,7 +61,6 @@ class Document(BaseModel):
     Attributes:
         record: its record; None: it was deleted, or has expired.
         files: its files of KV, its own last.
-        images: the files of its images.
         deleted_at: when it was deleted, in seconds since the epoch.
     """
 

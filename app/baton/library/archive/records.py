@@ -43,7 +43,6 @@ class Version(NamedTuple):
 
     Attributes:
         document: what it says; of a damaged one nothing.
-        tag: names the version.
         damaged: it is not what a gateway wrote.
     """
 

@@ -39,7 +39,6 @@ class Turn:
     """A message, reduced to what is compared.
 
     Attributes:
-        role: the role of its author.
         fingerprints: its fingerprints; an answer has one as its client received it, and one as it was read
             back from its tokens.
         says: it has content or calls a tool.

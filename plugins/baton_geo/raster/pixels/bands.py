@@ -79,7 +79,6 @@ class FileBand:
     """The description of one band in a file.
 
     Attributes:
-        name: its description.
         tags: other names that its tags have for it.
         nm: the centre that its tags state, nanometres.
         colour: its colour interpretation, as `red` or `nir`.
