@@ -50,9 +50,6 @@ def media_type_of(request: Request) -> str:
     return request.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
-# Define the state of one request, kept until its line in the access log is written.
-
-
 KEY = "baton"
 """Its key in the ASGI scope, which no other file reads."""
 

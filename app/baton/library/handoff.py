@@ -25,9 +25,6 @@ else:
     Ids = array  # of Python 3.11 takes no parameter
 
 
-# Define the states of a handoff: pending, ready or failed.
-
-
 class HandoffState(StrEnum):
     """A state: `pending -> ready` or `pending -> failed`. An expired or deleted handoff has no state."""
 

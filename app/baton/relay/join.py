@@ -25,8 +25,6 @@ from baton.relay.prompt.text import EngineText, count_images, shift_images
 from baton.relay.sources import Translated
 from baton.telemetry.ids import RequestContext
 
-# Describe the handoffs that are joined, and the context that they make.
-
 
 @dataclass(frozen=True)
 class Part:

@@ -27,8 +27,6 @@ from baton.telemetry.ids import RequestContext
 from baton.telemetry.metrics import HandoffMetrics
 from baton_kv.contract import MovedPart
 
-# Describe what a client asked of handoffs, and in which order it joins several.
-
 
 @dataclass(frozen=True)
 class Ask:

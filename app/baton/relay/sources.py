@@ -13,8 +13,6 @@ from baton.library.handoff import Handoff, HandoffState
 from baton.library.library import Library
 from baton.relay.asked import part_name
 
-# Describe what a request continues: a handoff, or one that was made from what another model's says.
-
 
 @dataclass(frozen=True)
 class Translated:
