@@ -22,7 +22,9 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import date
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -190,6 +192,14 @@ class GeoRequest(GeoOptions):
         if most is not None and len(self.data) > most:
             raise ValueError(f"data: {len(self.data)} characters; a {self.data_format} has at most {most}")
         return self
+
+
+@dataclass(frozen=True)
+class UploadRequest:
+    """A request whose body is the raster file, with the options of its query."""
+
+    file: Path
+    options: GeoOptions
 
 
 class ClassArea(ReadOnlyModel):

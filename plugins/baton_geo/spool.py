@@ -8,10 +8,9 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import stat
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -28,40 +27,19 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 @dataclass(frozen=True)
 class Spooled:
-    """A raster in a local file.
-
-    A context manager: on exit the file is removed, if it is owned.
+    """A raster in a local file; on exit, or by `close`, a temporary one is removed.
 
     Attributes:
-        size: bytes.
-        owned: whether the file is removed on exit.
-        made: the locked temporary file, if a `Spool` wrote it.
+        temporary: the locked file that a `Spool` wrote; None: the file is the server's, which removes it.
     """
 
     path: Path
-    size: int
-    owned: bool = field(default=True)
-    made: Made | None = field(default=None, repr=False, compare=False)
-
-    @classmethod
-    def from_file(cls, path: Path, *, owned: bool = True) -> Spooled:
-        """Take a file that exists already, e.g. an upload's body.
-
-        Raises:
-            OSError: the file does not exist.
-            ValueError: the path is not a regular file.
-        """
-        found = os.stat(path, follow_symlinks=False)
-        if not stat.S_ISREG(found.st_mode):
-            raise ValueError("not a regular file")
-        return cls(path, found.st_size, owned)
+    temporary: Made | None = None
 
     def close(self) -> None:
-        """Remove the file, if it is owned; a second call does nothing."""
-        if self.made is not None:
-            self.made.remove()
-        elif self.owned:
-            self.path.unlink(missing_ok=True)
+        """Remove the file, if it is temporary; a second call does nothing."""
+        if self.temporary is not None:
+            self.temporary.remove()
 
     def __enter__(self) -> Spooled:
         return self
@@ -155,7 +133,7 @@ class Spool:
             if not self._open:
                 raise Abandoned
             self._open = False
-            return Spooled(self._made.path, self._size, made=self._made)
+            return Spooled(self._made.path, self._made)
 
 
 def prepare_folder(folder: Path | None) -> None:
