@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
-import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,15 +48,11 @@ class Spooled:
         self.close()
 
 
-class Abandoned(Exception):
-    """The request ended while a thread still wrote its file."""
-
-
 class Spool:
     """A temporary file that is being written.
 
     A context manager: on exit without `finish` the file is removed. If another thread is writing then, its
-    next `write` raises `Abandoned`.
+    next `write` raises `Removed`.
 
     Args:
         folder: of the file; None: the system's folder for temporary files.
@@ -71,8 +65,7 @@ class Spool:
     def __init__(self, folder: Path | None, limit: int) -> None:
         self._limit = limit
         self._size = 0
-        self._lock = threading.Lock()
-        self._open = True
+        self._over = False
         try:
             self._made = make(folder, RASTERS)
         except OSError as error:
@@ -84,10 +77,9 @@ class Spool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self._lock:
-            if self._open:
-                self._open = False
-                self._made.remove()
+        if not self._over:
+            self._over = True
+            self._made.remove()
 
     def expect(self, size: int) -> None:
         """Refuse a file of the announced `size` in bytes before it is read.
@@ -104,19 +96,14 @@ class Spool:
         Raises:
             RasterTooLarge: the file would be over the limit; nothing is written.
             DecoderBusy: the disk is full.
-            Abandoned: the spool was left meanwhile.
+            Removed: the spool was left meanwhile.
         """
-        with self._lock:
-            if not self._open:
-                raise Abandoned
-            self.expect(self._size + len(data))
-            rest = memoryview(data)
-            try:
-                while rest:
-                    rest = rest[os.write(self._made.descriptor, rest) :]
-            except OSError as error:
-                raise _of_disk(error) from None
-            self._size += len(data)
+        self.expect(self._size + len(data))
+        try:
+            self._made.append(data)
+        except OSError as error:
+            raise _of_disk(error) from None
+        self._size += len(data)
 
     def fill(self, chunks: Iterable[bytes | memoryview]) -> None:
         """Append every chunk; raises the errors of `write` and of `chunks`."""
@@ -124,16 +111,9 @@ class Spool:
             self.write(chunk)
 
     def finish(self) -> Spooled:
-        """Return the file; the caller closes it from now on.
-
-        Raises:
-            Abandoned: the spool was left already.
-        """
-        with self._lock:
-            if not self._open:
-                raise Abandoned
-            self._open = False
-            return Spooled(self._made.path, self._made)
+        """Return the file; the caller closes it from now on."""
+        self._over = True
+        return Spooled(self._made.path, self._made)
 
 
 def prepare_folder(folder: Path | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import errno
+import os
 import random
 import threading
 import time
@@ -20,7 +21,7 @@ from hypothesis import given
 from hypothesis import settings as rigour
 from hypothesis import strategies as st
 
-from baton_geo import sources, spool
+from baton_geo import sources
 from baton_geo.contract import GeoOptions, GeoRequest, UploadRequest
 from baton_geo.errors import (
     DecoderBusy,
@@ -29,7 +30,8 @@ from baton_geo.errors import (
     SourceRefused,
 )
 from baton_geo.sources import Sources, decoded
-from baton_geo.spool import Abandoned, Spool
+from baton_geo.spool import Spool
+from baton_spool import Removed
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 196_607, 196_608, 196_609, 1_000_003])
@@ -218,10 +220,8 @@ def test_a_spool_that_was_given_up_takes_no_more(spool_folder: Path) -> None:
     """A late write must not reach a descriptor that may be another file's by now."""
     with Spool(spool_folder, 10) as given_up:
         given_up.write(b"a")
-    with pytest.raises(Abandoned):
+    with pytest.raises(Removed):
         given_up.write(b"b")
-    with pytest.raises(Abandoned):
-        given_up.finish()
     assert left(spool_folder) == []
 
 
@@ -232,7 +232,7 @@ def test_a_full_disk_is_a_503(spool_folder: Path, monkeypatch: pytest.MonkeyPatc
     def full(descriptor: int, data: object) -> int:
         raise OSError(number, "full")
 
-    monkeypatch.setattr(spool.os, "write", full)
+    monkeypatch.setattr(os, "write", full)
     assert refused(spool_folder, b64(RASTER), DecoderBusy).status == 503
 
 
