@@ -211,7 +211,7 @@ def _require_short(engine: LocalEngine, parts: Sequence[Part]) -> None:
             raise _too_many_images(engine, len(images), part)
         own = part.record.distinct_tokens
         tokens += len(own) - (common_tokens(first, own) if part is not parts[0] else 0)
-        if max(tokens, len(own)) >= _context_tokens(engine):
+        if max(tokens, len(own)) >= engine.context_tokens:
             raise _too_long(engine, part)
 
 
@@ -227,17 +227,13 @@ def require_fit(engine: LocalEngine, parts: Sequence[Part], joined: JoinedContex
     """
     if len(joined.images) > (most := engine.images.limit):
         raise _too_many_images(engine, len(joined.images), joined.part_at(parts, joined.images[most].offset))
-    if len(joined.tokens) >= _context_tokens(engine):  # a token of an answer must fit too
-        raise _too_long(engine, joined.part_at(parts, _context_tokens(engine) - 1))
-
-
-def _context_tokens(engine: LocalEngine) -> int:
-    return engine.context_tokens
+    if len(joined.tokens) >= engine.context_tokens:  # a token of an answer must fit too
+        raise _too_long(engine, joined.part_at(parts, engine.context_tokens - 1))
 
 
 def _too_long(engine: LocalEngine, part: Part) -> ContextTooLong:
     return ContextTooLong(
-        f"{part.where}: the joined contexts fill this model's context of {_context_tokens(engine)} tokens; "
+        f"{part.where}: the joined contexts fill this model's context of {engine.context_tokens} tokens; "
         "join fewer.",
         param=part.where,
     )

@@ -19,7 +19,7 @@ from baton.relay.asked import HandoffOptions, NewHandoff, SaveOptions, part_name
 from baton.relay.audit import Audits
 from baton.relay.cost import Choice, Decision, LoadCost
 from baton.relay.join import JoinedContext, Part, continued_parts, join, require_fit, require_joinable
-from baton.relay.move import moved_parts, require_movable, require_usable_with_moves
+from baton.relay.move import moved_parts, require_usable_with_moves
 from baton.relay.prompt.chat import ContextPrompt, Writer, write_prompt
 from baton.relay.run import JoinedPart, PlannedRequest
 from baton.relay.sources import Source
@@ -169,8 +169,6 @@ class Plans:
         wanted = Ask(operation, body, parts, options.saving, options.latent_steps, moves=moves)
         if not wanted.exact:
             require_usable_with_moves(operation, body, options.latent_steps)
-        if moves:
-            require_movable(engine, "handoff.join")
         if wanted.steps_of_context and body.get("prompt_logprobs") is not None:
             raise InvalidRequest(
                 "'prompt_logprobs' cannot be used with latent steps: leave it out.", param="prompt_logprobs"
@@ -198,8 +196,6 @@ class Plans:
         """
         operation = Operation.COMPLETIONS if options.messages is None else Operation.CHAT
         save = SaveOptions(ttl_s=options.ttl_s, pin=options.pin, label=options.label, scope="prompt")
-        if moves := options.join == "moved" and len(sources) > 1:
-            require_movable(engine, "join")
         wanted = Ask(
             operation,
             body,
@@ -207,7 +203,7 @@ class Plans:
             save,
             options.latent_steps,
             answered=operation is not Operation.CHAT,
-            moves=moves,
+            moves=options.join == "moved" and len(sources) > 1,
             target=target,
         )
         if not wanted.exact:
