@@ -450,7 +450,7 @@ class HandoffStoreUnavailable(ServerError):
 
 
 class RemoteFailed(ServerError):
-    """The server that the request was sent on to failed, answered nonsense, or cannot be reached."""
+    """The server that the request was sent on to failed, answered wrongly, or cannot be reached."""
 
     code = "remote_failed"
     status = 502
