@@ -38,9 +38,9 @@ from prometheus_client import CollectorRegistry
 from remote import remote_part
 from servers import Server, free_port, machine
 
-from baton.library.here.entries import Deadline
+from baton.library.here.entries import Deadline, LocalFile
 from baton.library.valkey.connection import ValkeyAddress, ValkeyConnection
-from baton.library.valkey.files import MAX_FILE_BYTES, Room, ValkeyFile, ValkeyFiles
+from baton.library.valkey.files import MAX_FILE_BYTES, Room, ValkeyFiles
 from baton.telemetry.metrics import SharedStoreMetrics
 from baton_kv.contract import new_key
 from baton_kv.stores.file import FileStore
@@ -140,7 +140,7 @@ def store_rounds(files: ValkeyFiles, store: FileStore, size: int, rounds: int) -
         rows["put"].append(timed(partial(store.put, key, pieces)))
         rows["get"].append(timed(partial(read_all, store, key)))
         rows["socket"].append(through_socket(data))
-        file = ValkeyFile(key, len(data), partial(read_into, store, key))
+        file = LocalFile(key, len(data), partial(read_into, store, key))
         rows["push"].append(timed(partial(files.push, key, [file], Room(8 << 30, 600_000))))
         rows["fetch"].append(timed(partial(fetch, files, store, key, copy)))
         files.drop([key])

@@ -12,15 +12,16 @@ from pathlib import Path
 def main() -> None:
     """`torch_tiles.py MODEL_FOLDER BATCH`."""
     import torch
+    from safetensors.torch import load_file
 
-    from baton_geo.prithvi import PrithviConfig, PrithviSegmenter, load, read_checkpoint
+    from baton_geo.prithvi import PrithviConfig, PrithviSegmenter, load
 
     folder, batch = Path(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     described = json.loads((folder / "config.json").read_text())
     config = PrithviConfig.from_hf(described)
     model = PrithviSegmenter(config)
-    load(model, read_checkpoint(folder / "model.safetensors").items())
+    load(model, load_file(folder / "model.safetensors").items())
     model.eval()
     tile = described["baton_geo"]["tile"]
     tiles = torch.randn(batch, config.in_chans, config.num_frames, tile, tile)

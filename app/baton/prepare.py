@@ -142,11 +142,7 @@ def _fork_server(settings: Settings, opened: ExitStack | None) -> ForkServer | N
 
 
 def _check_chat_template(engine: EngineSettings) -> None:
-    """Refuse a chat template that is neither a template nor a file, before vLLM is imported.
-
-    Raises:
-        StartError: it names a file that does not exist.
-    """
+    """Refuse a chat template that is neither a template nor a file, before vLLM is imported."""
     template = engine.serving.get("chat_template")
     if (
         isinstance(template, str)

@@ -35,8 +35,6 @@ class Naming:
     """The names of temporary files for one purpose: `prefix`, sixteen hexadecimal digits, `suffix`.
 
     Attributes:
-        prefix: beginning of the names.
-        suffix: end of the names.
         folders: whether folders are created instead of files.
 
     Example:
@@ -70,6 +68,10 @@ class Swept:
     foreign: tuple[str, ...] = ()
 
 
+class Removed(Exception):
+    """A file was removed while a thread still wrote it: its descriptor may be another file's by now."""
+
+
 class Made:
     """A temporary file or folder in use, initially empty; the caller calls `remove`, from any thread.
 
@@ -83,6 +85,20 @@ class Made:
         self.descriptor = descriptor
         self._here = True
         self._lock = threading.Lock()
+
+    def append(self, data: bytes | bytearray | memoryview) -> None:
+        """Write bytes at the end of the file.
+
+        Raises:
+            Removed: the file was removed.
+            OSError: the device is full.
+        """
+        with self._lock:
+            if not self._here:
+                raise Removed
+            rest = memoryview(data)
+            while rest:
+                rest = rest[os.write(self.descriptor, rest) :]
 
     def remove(self) -> None:
         """Remove the file or folder with its contents and release the lock; a second call does nothing."""

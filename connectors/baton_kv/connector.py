@@ -117,7 +117,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
 
 @dataclass
 class TransferStats(KVConnectorStats):
-    """What the connector reports to vLLM's stat loggers; plain values, since it crosses a process.
+    """The connector's report to vLLM's stat loggers; plain values, since it crosses a process.
 
     Attributes:
         data: `{"outcomes": [TransferOutcome.message(), ...]}`, and since the last report: for a model with

@@ -46,7 +46,7 @@ class Transfer(StrEnum):
 
 
 class TransferFailure(StrEnum):
-    """Why a transfer failed. The values are labels of the metric `baton_store_errors_total`.
+    """The reason why a transfer failed. The values are labels of the metric `baton_store_errors_total`.
 
     Attributes:
         MISSING: the store has no such entry.

@@ -25,7 +25,7 @@ Fence = Any
 
 
 class Staging(Protocol):
-    """What one thread copies with.
+    """The buffers and streams with which one thread copies.
 
     A pool is some heads of a layer, uint8 `[heads, blocks, rows, tokens, bytes]`. Slabs are given by head,
     those of one head by block.

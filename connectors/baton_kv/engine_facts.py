@@ -74,11 +74,7 @@ def _unproved_on_gpus(config: VllmConfig, specs: Sequence[Any]) -> list[str]:
 
 
 def _require_parallel(config: VllmConfig) -> None:
-    """Refuse ways to share a model out over processes that are not supported.
-
-    Raises:
-        ValueError: the message says what to change.
-    """
+    """Refuse ways to share a model out over processes that are not supported."""
     parallel = config.parallel_config
     if parallel.pipeline_parallel_size > 1:
         raise ValueError(
@@ -101,11 +97,7 @@ def _require_parallel(config: VllmConfig) -> None:
 
 
 def _require_caches(specs: Sequence[Any]) -> None:
-    """Refuse KV caches that cannot be moved exactly.
-
-    Raises:
-        ValueError: the message says what to change.
-    """
+    """Refuse KV caches that cannot be moved exactly."""
     if len(specs) == 1 and type(specs[0]) is UniformTypeKVCacheSpecs:
         raise ValueError(
             "baton_kv: layers whose KV heads or head sizes differ are not supported; with speculative "

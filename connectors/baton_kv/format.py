@@ -196,7 +196,7 @@ class EntryDescription:
 
 
 class EntryLayout:
-    """Where everything is in an entry's file; it follows from the description alone.
+    """The places of all that is in an entry's file; they follow from the description alone.
 
     Attributes:
         description: the entry's description.
@@ -299,12 +299,7 @@ def _tensors_of(description: EntryDescription) -> dict[str, Any]:
 
 
 def _description_of(text: str) -> EntryDescription:
-    """Return the description that a header holds as JSON.
-
-    Raises:
-        EntryIncompatible: another version of this format wrote it.
-        ValueError, KeyError, TypeError, AttributeError, RecursionError: it is none.
-    """
+    """Return the description that a header holds as JSON."""
     fields = json.loads(text)
     if fields["format"] != FORMAT and OTHER_FORMAT.fullmatch(fields["format"]):
         raise EntryIncompatible("another version of the entry format")
@@ -322,11 +317,7 @@ def _description_of(text: str) -> EntryDescription:
 
 
 def _require_possible(described: EntryDescription) -> None:
-    """Check the numbers that a header states, before anything is made of that size.
-
-    Raises:
-        ValueError: they cannot be those of an entry.
-    """
+    """Check the numbers that a header states, before anything is made of that size."""
     shapes = [number for layer in described.layers for number in (layer.heads, layer.slab_bytes)]
     stops, firsts = [part.stop for part in described.parts], described.firsts
     numbers = (described.tokens, described.blocks, described.computed, *shapes, *stops)

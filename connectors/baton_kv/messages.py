@@ -65,7 +65,7 @@ class Gap:
 
 @dataclass(frozen=True)
 class Joined:
-    """What is moved into a context behind its first part.
+    """The parts that are moved into a context behind its first one.
 
     Attributes:
         begin: number of tokens before it, whose KV is loaded where it was.

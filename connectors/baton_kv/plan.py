@@ -26,7 +26,7 @@ from baton_kv.stores.base import EntryMissing, Store
 
 @dataclass
 class Plan:
-    """What one request loads.
+    """The loads of one request.
 
     Attributes:
         matched: number of tokens, from the first, whose KV is loaded unless the engine has it.

@@ -332,7 +332,7 @@ class SchedulerRole:
 
     @property
     def blocks_free_soon(self) -> bool:
-        """Whether saves hold blocks and are expected to end within a second."""
+        """True if saves hold blocks and are expected to end within a second."""
         return self._held.free_soon
 
     def report(self, outcomes: Iterable[TransferOutcome]) -> None:
@@ -385,7 +385,7 @@ class HeldBlocks:
 
     @property
     def free_soon(self) -> bool:
-        """Whether saves hold blocks, and one began or ended within the last second: more will be free."""
+        """True if saves hold blocks, and one began or ended within the last second: more will be free."""
         return bool(self._saves) and time.monotonic() - self._moved < SAVED_WITHIN_S
 
     def has_room_for(self, block_ids: Sequence[int], *, yields: bool = False) -> bool:

@@ -59,7 +59,7 @@ class Postponed(TransferError):
 
 @dataclass(frozen=True)
 class Writing:
-    """How an entry is written.
+    """The way in which an entry is written.
 
     Attributes:
         deadline: monotonic seconds after which it is given up.

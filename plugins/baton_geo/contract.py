@@ -22,7 +22,9 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import date
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -192,12 +194,18 @@ class GeoRequest(GeoOptions):
         return self
 
 
+@dataclass(frozen=True)
+class UploadRequest:
+    """A request whose body is the raster file, with the options of its query."""
+
+    file: Path
+    options: GeoOptions
+
+
 class ClassArea(ReadOnlyModel):
     """The area of one class in a scene.
 
     Attributes:
-        value: of the class in the mask.
-        name: of the class.
         pixels: number of pixels of the class.
         share: of the pixels that are not nodata; 0 to 1.
         hectares: area on the ground; None if the size of a pixel is unknown.

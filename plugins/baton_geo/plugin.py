@@ -22,7 +22,7 @@ from vllm.outputs import PoolingRequestOutput
 from vllm.plugins.io_processors.interface import IOProcessor
 from vllm.renderers import BaseRenderer
 
-from baton_geo.contract import GeoAnswer, GeoOptions, GeoRequest, geo_request, options_of_query
+from baton_geo.contract import GeoAnswer, GeoRequest, UploadRequest, geo_request, options_of_query
 from baton_geo.errors import RasterTooLarge
 from baton_geo.prithvi import PrithviConfig, card_of
 from baton_geo.raster.decoders import Decoders
@@ -33,14 +33,6 @@ from baton_geo.sources import Sources
 from baton_geo.spool import Spooled, prepare_folder
 
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class UploadRequest:
-    """A request whose body is the raster file, with the options of its query."""
-
-    file: Path
-    options: GeoOptions
 
 
 PluginRequest = GeoRequest | UploadRequest
@@ -105,16 +97,11 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
     async def pre_process_async(
         self, prompt: PluginRequest | Shown, request_id: str | None = None, **kwargs: Any
     ) -> AsyncIterator[dict[str, Any]]:
-        shown = isinstance(prompt, Shown)
-        if isinstance(prompt, Shown):
-            prompt = prompt.request
-        if isinstance(prompt, UploadRequest):
-            raster, options = _unowned(prompt.file), prompt.options
-        else:
-            raster, options = await self._sources.open(prompt), prompt
+        request, shown = (prompt.request, True) if isinstance(prompt, Shown) else (prompt, False)
+        raster = await self._sources.open(request)
         # Opening may wait for a free decoder, so it must not hold the threads that open scenes need. It also
         # takes processor time: opened one after the other, the first scenes reach the engine sooner.
-        opening = _in_threads(self._open_threads, self._open, raster, options, request_id, shown)
+        opening = _in_threads(self._open_threads, self._open, raster, request, request_id, shown)
         try:
             running = await asyncio.shield(opening)
         except asyncio.CancelledError:
@@ -137,14 +124,8 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
     def pre_process(
         self, prompt: PluginRequest | Shown, request_id: str | None = None, **kwargs: Any
     ) -> Sequence[dict[str, Any]]:
-        shown = isinstance(prompt, Shown)
-        if isinstance(prompt, Shown):
-            prompt = prompt.request
-        if isinstance(prompt, UploadRequest):
-            raster, options = _unowned(prompt.file), prompt.options
-        else:
-            raster, options = self._sources.open_sync(prompt), prompt
-        running = self._open(raster, options, request_id, shown)
+        request, shown = (prompt.request, True) if isinstance(prompt, Shown) else (prompt, False)
+        running = self._open(self._sources.open_sync(request), request, request_id, shown)
         try:
             prompts = self._all_prompts(running)
         except BaseException:
@@ -173,9 +154,10 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
         return prompts
 
     def _open(
-        self, raster: Spooled, options: GeoOptions, request_id: str | None, shown: bool
+        self, raster: Spooled, request: PluginRequest, request_id: str | None, shown: bool
     ) -> RunningScene:
-        request = SceneRequest(
+        options = request.options if isinstance(request, UploadRequest) else request
+        asked = SceneRequest(
             card=self._card,
             limits=self._settings.limits,
             indices=options.indices,
@@ -186,7 +168,7 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
             preview=shown or "preview" in options.outputs,
         )
         try:
-            scene = self._decoders.open(raster.path, request)
+            scene = self._decoders.open(raster.path, asked)
         except BaseException:
             raster.close()
             raise
@@ -263,11 +245,6 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
         """Close a request's scene, finished or not, and remove its files."""
         for running in self._scenes.of_request(request_id):
             self._scenes.drop(running)
-
-
-def _unowned(file: Path) -> Spooled:
-    """Take a file that the server owns and removes."""
-    return Spooled(file, file.stat().st_size, owned=False)
 
 
 def _in_threads(threads: Executor, work: Callable[..., Result], *args: Any) -> asyncio.Future[Result]:

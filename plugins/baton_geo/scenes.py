@@ -41,9 +41,7 @@ class RunningScene:
 
     Attributes:
         scene: the raster, opened in its process.
-        options: of the request.
         request_id: of the server that runs the plugin; None offline.
-        raster: the raster's file.
         began: start, seconds on the monotonic clock.
         serials: serial numbers of prompts whose output has not come back.
     """

@@ -12,13 +12,13 @@ import os
 import re
 import ssl
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
 from baton_fetch.addresses import AllowedHosts, FetchFailed, FetchRefused
 from baton_fetch.fetch import Fetcher, Resolver, system_resolver
-from baton_geo.contract import GeoRequest, quoted
+from baton_geo.contract import GeoRequest, UploadRequest, quoted
 from baton_geo.errors import RequestInvalid, SourceFailed, SourceRefused
 from baton_geo.settings import MIB, GeoSettings
 from baton_geo.spool import Spool, Spooled
@@ -36,77 +36,7 @@ _FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_C
 
 
 class Sources:
-    """Writes requests' rasters to files; stateless, so many requests may use it at a time.
-
-    Args:
-        tls: trusted certificates; None: the system's authorities.
-
-    Raises:
-        ValueError: an entry of `allowed_hosts` is not a host.
-    """
-
-    def __init__(
-        self,
-        settings: GeoSettings,
-        *,
-        resolver: Resolver = system_resolver,
-        tls: ssl.SSLContext | None = None,
-    ) -> None:
-        self._settings = settings
-        self._fetcher = RasterFetcher(settings, resolver=resolver, tls=tls)
-
-    async def open(self, request: GeoRequest) -> Spooled:
-        """Write the request's raster to disk without blocking the event loop; the caller closes the result.
-
-        When cancelled or failed, no file is left.
-
-        Raises:
-            RequestInvalid: the data is not base64.
-            RasterTooLarge: the raster is larger than `limits.file_bytes`.
-            SourceRefused: the path or address is not allowed.
-            SourceFailed: the path or address could not be read.
-            DecoderBusy: the disk is full.
-        """
-        if request.data_format == "url":
-            return await self._fetcher.fetch(str(request.data))
-        with self._spool() as spool:
-            # On the plugin's own loop, whose requests are few: `pooling.requests`.
-            await asyncio.to_thread(self._writer(request), spool)  # noqa: TID251
-            return spool.finish()
-
-    def open_sync(self, request: GeoRequest) -> Spooled:
-        """Write the request's raster to disk and block; for callers without an event loop."""
-        if request.data_format == "url":
-            return self._fetcher.fetch_sync(str(request.data))
-        with self._spool() as spool:
-            self._writer(request)(spool)
-            return spool.finish()
-
-    def _spool(self) -> Spool:
-        return Spool(self._settings.spool, self._settings.limits.file_bytes)
-
-    def _writer(self, request: GeoRequest) -> Callable[[Spool], None]:
-        data = request.data
-        if isinstance(data, bytes):
-            return lambda spool: spool.fill(_pieces(data))
-        if request.data_format == "path":
-            return lambda spool: _copy(data, self._settings.allowed_roots, spool)
-        return lambda spool: spool.fill(decoded(data))
-
-
-@contextlib.contextmanager
-def fetch_errors() -> Iterator[None]:
-    """Translate errors of `baton_fetch` into this plugin's."""
-    try:
-        yield
-    except FetchRefused as error:
-        raise _refused(error.reason) from None
-    except FetchFailed as error:
-        raise _failed(error.reason) from None
-
-
-class RasterFetcher:
-    """Fetches rasters; may be used by many requests at a time.
+    """Writes requests' rasters to files; many requests may use it at a time.
 
     Args:
         tls: trusted certificates; None: the system's authorities.
@@ -134,28 +64,60 @@ class RasterFetcher:
             tls=tls,
         )
 
-    async def fetch(self, url: str) -> Spooled:
-        """Fetch the file at an address to disk.
+    async def open(self, request: GeoRequest | UploadRequest) -> Spooled:
+        """Write the request's raster to disk without blocking the event loop; the caller closes the result.
+
+        When cancelled or failed, no file is left.
 
         Raises:
-            SourceRefused: the address, or one it redirects to, is not allowed.
-            SourceFailed: the file could not be read, or not in time.
-            RasterTooLarge: the file is larger than `limits.file_bytes`.
+            RequestInvalid: the data is not base64.
+            RasterTooLarge: the raster is larger than `limits.file_bytes`.
+            SourceRefused: the path or address, or one it redirects to, is not allowed.
+            SourceFailed: the path or address could not be read, or not in time.
+            DecoderBusy: the disk is full.
         """
-        settings = self._settings
+        if isinstance(request, UploadRequest):
+            return Spooled(request.file)
+        with Spool(self._settings.spool, self._settings.limits.file_bytes) as spool:
+            if request.data_format == "url":
+                await self._fetch(str(request.data), spool)
+            else:
+                # On the plugin's own loop, whose requests are few: `pooling.requests`.
+                await asyncio.to_thread(self._write, request, spool)  # noqa: TID251
+            return spool.finish()
+
+    def open_sync(self, request: GeoRequest | UploadRequest) -> Spooled:
+        """Do the same for callers that cannot await, and block."""
+        with ThreadPoolExecutor(1, thread_name_prefix="baton-geo-source") as pool:
+            return pool.submit(asyncio.run, self.open(request)).result()
+
+    def _write(self, request: GeoRequest, spool: Spool) -> None:
+        data = request.data
+        if isinstance(data, bytes):
+            spool.fill(_pieces(data))
+        elif request.data_format == "path":
+            _copy(data, self._settings.allowed_roots, spool)
+        else:
+            spool.fill(decoded(data))
+
+    async def _fetch(self, url: str, spool: Spool) -> None:
         with fetch_errors():
             if not self._hosts:
                 raise FetchRefused(
                     "this server fetches no addresses; send the raster itself (data_format b64_json)"
                 )
-            with Spool(settings.spool, settings.limits.file_bytes) as spool:
-                await self._fetcher.fetch(url, _ToDisk(spool))
-                return spool.finish()
+            await self._fetcher.fetch(url, _ToDisk(spool))
 
-    def fetch_sync(self, url: str) -> Spooled:
-        """Fetch a file and block; for callers that cannot await."""
-        with ThreadPoolExecutor(1, thread_name_prefix="baton-geo-fetch") as pool:
-            return pool.submit(asyncio.run, self.fetch(url)).result()
+
+@contextlib.contextmanager
+def fetch_errors() -> Iterator[None]:
+    """Translate errors of `baton_fetch` into this plugin's."""
+    try:
+        yield
+    except FetchRefused as error:
+        raise _refused(error.reason) from None
+    except FetchFailed as error:
+        raise _failed(error.reason) from None
 
 
 class _ToDisk:

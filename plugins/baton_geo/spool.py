@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
-import stat
-import threading
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -28,41 +25,19 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 @dataclass(frozen=True)
 class Spooled:
-    """A raster in a local file.
-
-    A context manager: on exit the file is removed, if it is owned.
+    """A raster in a local file; on exit, or by `close`, a temporary one is removed.
 
     Attributes:
-        path: of the file.
-        size: bytes.
-        owned: whether the file is removed on exit.
-        made: the locked temporary file, if a `Spool` wrote it.
+        temporary: the locked file that a `Spool` wrote; None: the file is the server's, which removes it.
     """
 
     path: Path
-    size: int
-    owned: bool = field(default=True)
-    made: Made | None = field(default=None, repr=False, compare=False)
-
-    @classmethod
-    def from_file(cls, path: Path, *, owned: bool = True) -> Spooled:
-        """Take a file that exists already, e.g. an upload's body.
-
-        Raises:
-            OSError: the file does not exist.
-            ValueError: the path is not a regular file.
-        """
-        found = os.stat(path, follow_symlinks=False)
-        if not stat.S_ISREG(found.st_mode):
-            raise ValueError("not a regular file")
-        return cls(path, found.st_size, owned)
+    temporary: Made | None = None
 
     def close(self) -> None:
-        """Remove the file, if it is owned; a second call does nothing."""
-        if self.made is not None:
-            self.made.remove()
-        elif self.owned:
-            self.path.unlink(missing_ok=True)
+        """Remove the file, if it is temporary; a second call does nothing."""
+        if self.temporary is not None:
+            self.temporary.remove()
 
     def __enter__(self) -> Spooled:
         return self
@@ -73,15 +48,11 @@ class Spooled:
         self.close()
 
 
-class Abandoned(Exception):
-    """The request ended while a thread still wrote its file."""
-
-
 class Spool:
     """A temporary file that is being written.
 
     A context manager: on exit without `finish` the file is removed. If another thread is writing then, its
-    next `write` raises `Abandoned`.
+    next `write` raises `Removed`.
 
     Args:
         folder: of the file; None: the system's folder for temporary files.
@@ -94,8 +65,7 @@ class Spool:
     def __init__(self, folder: Path | None, limit: int) -> None:
         self._limit = limit
         self._size = 0
-        self._lock = threading.Lock()
-        self._open = True
+        self._over = False
         try:
             self._made = make(folder, RASTERS)
         except OSError as error:
@@ -107,10 +77,9 @@ class Spool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self._lock:
-            if self._open:
-                self._open = False
-                self._made.remove()
+        if not self._over:
+            self._over = True
+            self._made.remove()
 
     def expect(self, size: int) -> None:
         """Refuse a file of the announced `size` in bytes before it is read.
@@ -127,19 +96,14 @@ class Spool:
         Raises:
             RasterTooLarge: the file would be over the limit; nothing is written.
             DecoderBusy: the disk is full.
-            Abandoned: the spool was left meanwhile.
+            Removed: the spool was left meanwhile.
         """
-        with self._lock:
-            if not self._open:
-                raise Abandoned
-            self.expect(self._size + len(data))
-            rest = memoryview(data)
-            try:
-                while rest:
-                    rest = rest[os.write(self._made.descriptor, rest) :]
-            except OSError as error:
-                raise _of_disk(error) from None
-            self._size += len(data)
+        self.expect(self._size + len(data))
+        try:
+            self._made.append(data)
+        except OSError as error:
+            raise _of_disk(error) from None
+        self._size += len(data)
 
     def fill(self, chunks: Iterable[bytes | memoryview]) -> None:
         """Append every chunk; raises the errors of `write` and of `chunks`."""
@@ -147,16 +111,9 @@ class Spool:
             self.write(chunk)
 
     def finish(self) -> Spooled:
-        """Return the file; the caller closes it from now on.
-
-        Raises:
-            Abandoned: the spool was left already.
-        """
-        with self._lock:
-            if not self._open:
-                raise Abandoned
-            self._open = False
-            return Spooled(self._made.path, self._size, made=self._made)
+        """Return the file; the caller closes it from now on."""
+        self._over = True
+        return Spooled(self._made.path, self._made)
 
 
 def prepare_folder(folder: Path | None) -> None:

@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class Phase(StrEnum):
-    """What a step computed.
+    """The phase of a step: what it computed.
 
     Attributes:
         PREFILL: only prompts, whole or in chunks; always the case for pooling models.

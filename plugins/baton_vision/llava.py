@@ -57,7 +57,6 @@ class Tower(NamedTuple):
     """vLLM's classes for one kind of tower.
 
     Attributes:
-        model: the module.
         info: computes image sizes and numbers of image tokens.
     """
 

@@ -49,8 +49,6 @@ class Canvas:
     Attributes:
         width: maximum width; larger images are shrunk in proportion.
         height: maximum height, likewise.
-        patch_width: width of a patch.
-        patch_height: height of a patch.
     """
 
     width: int

@@ -19,7 +19,7 @@ from support.shared_stores import BINARIES, ENGINE, Machine, machine, must_run, 
 
 from baton.engines.transfers import TransferReport, TransferRequest
 from baton.errors import HandoffNotFound, HandoffPinsFull
-from baton.images.placed_image import PlacedImage
+from baton.images.image import PlacedImage
 from baton.library.archive import tier as archive_tier
 from baton.library.handoff import Handoff, HandoffState
 from baton.library.valkey.records import ValkeyRecords
@@ -169,7 +169,7 @@ async def test_a_pin_that_does_not_fit_changes_nothing(make: Make) -> None:
 async def test_images_go_along(make: Make) -> None:
     one, two = make("one"), make("two")
     pictures = [picture(1), picture(2), picture(1)]
-    placed = [PlacedImage(each, each.digest, 10 * index, 4, (7,)) for index, each in enumerate(pictures)]
+    placed = [PlacedImage(each, 10 * index, 4, (7,)) for index, each in enumerate(pictures)]
     record = one.handoffs.begin(ENGINE, "local", pin=True)
     one.handoffs.end(record, TransferRequest(images=placed, report=TransferReport(saves=False)), range(50))
     await one.quiet()

@@ -18,8 +18,8 @@ from baton.config.groups import EngineSettings
 from baton.engines.backend import ImageInput
 from baton.engines.fake.answers import IMAGE, token_id, token_ids
 from baton.engines.fake.engine import FakeEngine
-from baton.images.image_position import ImagePosition
-from baton.images.placed_image import PlacedImage
+from baton.images.image import PlacedImage
+from baton_kv.format import ImageRef
 
 CHAT = "/v1/chat/completions"
 SEES = ImageInput(limit=4, tokens=frozenset({token_id(IMAGE)}), texts=(IMAGE,))
@@ -300,7 +300,7 @@ def test_other_routes_show_their_images_again_and_the_handoff_keeps_none(
     assert (found["state"], found["images"]) == ("ready", 0)
     assert post(relay, asked | {"handoff": {"from": found["id"]}}, path).status_code == 200
     record = relay.app.state.gateway.library.index.known(found["id"])
-    vars(record)["positions"] = [ImagePosition(BIRD.digest, 0, BIRD.width)]  # as a real engine has it
+    vars(record)["positions"] = [ImageRef(BIRD.digest, 0, BIRD.width)]  # as a real engine has it
     refused = post(relay, {"prompt": "22", "handoff": {"from": found["id"]}}, "/v1/completions")
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "handoff.from")
 

@@ -15,8 +15,7 @@ from baton.config.groups import EngineSettings
 from baton.engines.backend import ImageInput
 from baton.engines.fake.answers import IMAGE, token_id
 from baton.engines.fake.engine import FakeEngine
-from baton.images.client_image import ClientImage
-from baton.images.placed_image import PlacedImage
+from baton.images.image import ClientImage, PlacedImage
 
 HERE = token_id(IMAGE)
 SEES = ImageInput(limit=3, tokens=frozenset({HERE}), texts=(IMAGE,))

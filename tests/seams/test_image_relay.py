@@ -23,7 +23,7 @@ from baton.engines.transfers import TransferRequest
 from baton.engines.vllm.handlers import with_whole_prompt
 from baton.engines.vllm.images import ImagePrompts, _target
 from baton.errors import HandoffIncompatible, ImagesMisplaced, InvalidRequest
-from baton.images.placed_image import PlacedImage
+from baton.images.image import PlacedImage
 from baton_kv.connector import TransferStats, images_of
 from baton_kv.format import ImageRef
 
@@ -182,7 +182,7 @@ async def test_an_image_is_placed_and_laid_over_answers_that_no_processor_saw(
 async def test_an_engine_that_makes_something_else_of_an_image_is_given_nothing(
     renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    placed = [PlacedImage(BIRD, BIRD.digest, 1, 3, (IMAGE,))]
+    placed = [PlacedImage(BIRD, 1, 3, (IMAGE,))]
     prompt = {"type": "token", "prompt_token_ids": [1, 9, 9, 9, 2]}
     with pytest.raises(HandoffIncompatible):
         await prompts(renderer, monkeypatch).add(prompt, placed)

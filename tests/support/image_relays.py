@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from transformers import LlavaForConditionalGeneration, LlavaProcessor
 
-from baton.images.client_image import ClientImage
+from baton.images.image import ClientImage
 from support.gateways import RealGateway
 
 CHAT, TEXT, COMPUTE = "/v1/chat/completions", "/v1/completions", "/v1/handoffs"

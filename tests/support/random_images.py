@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from baton.images.client_image import ClientImage
+from baton.images.image import ClientImage
 
 
 def picture(number: int, width: int = 8, height: int = 8) -> ClientImage:

@@ -9,7 +9,7 @@ import torch
 from engine.geo_models import make
 from safetensors.torch import load_file, save_file
 
-from baton_geo.prithvi import PrithviConfig, PrithviSegmenter, load, read_checkpoint
+from baton_geo.prithvi import PrithviConfig, PrithviSegmenter, load
 from support.rasters import RGB
 
 GAIN = 4
@@ -35,4 +35,4 @@ def spread(folder: Path) -> None:
     last = "head.head.2.bias"
     weights[last] = weights[last] - scores.mean((0, 2, 3))
     save_file(weights, folder / "model.safetensors")
-    assert read_checkpoint(folder / "model.safetensors").keys() == weights.keys()
+    assert load_file(folder / "model.safetensors").keys() == weights.keys()

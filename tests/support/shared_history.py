@@ -12,7 +12,6 @@ import random
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,10 @@ from prometheus_client import CollectorRegistry
 from baton.config.groups import HandoffSettings
 from baton.errors import HandoffPinsFull, HandoffStoreUnavailable
 from baton.library.handoff import Handoff
-from baton.library.here.entries import Deadline
+from baton.library.here.entries import Deadline, LocalFile
 from baton.library.saving import ChangeRules
 from baton.library.valkey.connection import ValkeyAddress, ValkeyConnection
-from baton.library.valkey.files import Room, ValkeyFile, ValkeyFiles
+from baton.library.valkey.files import Room, ValkeyFiles
 from baton.library.valkey.records import ValkeyRecords
 from baton.telemetry.metrics import SharedStoreMetrics
 from baton_kv.stores.base import StoreError
@@ -64,7 +63,7 @@ class SharedEntries:
         begun(value)
         data = key.encode() + value.encode() + body
         room = Room(BUDGET, LIVES_S * 1000, automatic=self._rng.random() < 0.2)
-        self._files.push(key, [ValkeyFile(key, len(data), partial(_read_into, data))], room)
+        self._files.push(key, [LocalFile.holding(key, data)], room)
         return value
 
     def get(self, key: str) -> str | None:
@@ -129,11 +128,6 @@ class SharedHandoffRecords:
 
     def other(self, _key: str) -> None:
         self._records.refresh()
-
-
-def _read_into(data: bytes, start: int, view: memoryview) -> int:
-    view[:] = data[start : start + len(view)]
-    return len(view)
 
 
 if __name__ == "__main__":

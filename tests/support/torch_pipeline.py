@@ -17,10 +17,10 @@ import torch
 from rasterio.enums import ColorInterp
 from rasterio.errors import NotGeoreferencedWarning
 from rasterio.io import DatasetReader, MemoryFile
+from safetensors.torch import load_file
 
 from baton_geo.card import Card
 from baton_geo.prithvi import PrithviConfig, PrithviSegmenter, load
-from baton_geo.prithvi.checkpoint import read_checkpoint
 
 TILES_A_FORWARD = 8
 TIE = 1e-5
@@ -95,7 +95,7 @@ def _card(folder: Path) -> Card:
 
 def _model(folder: Path) -> PrithviSegmenter:
     model = PrithviSegmenter(PrithviConfig.from_hf(json.loads((folder / "config.json").read_text())))
-    load(model, read_checkpoint(folder / "model.safetensors").items())
+    load(model, load_file(folder / "model.safetensors").items())
     model.eval().float()
     return model
 

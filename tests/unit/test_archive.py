@@ -18,7 +18,7 @@ from support.shared_stores import BINARIES, ENGINE, store_server
 
 from baton.engines.transfers import TransferReport, TransferRequest
 from baton.errors import HandoffImagesLost, HandoffNotFound, SettingsError
-from baton.images.placed_image import PlacedImage
+from baton.images.image import PlacedImage
 from baton.library.archive.archiver import remove_expired
 from baton.library.archive.tier import LOOK_AGAIN_S
 from baton.library.handoff import Handoff, HandoffState
@@ -265,7 +265,7 @@ async def test_a_record_that_was_changed_or_moved_is_refused(machines: Machines,
 async def test_images_go_along_and_are_verified(machines: Machines, archive: Archive) -> None:
     one = machines("one")
     pictures = [picture(1), picture(2), picture(1)]
-    placed = [PlacedImage(each, each.digest, 10 * index, 4, (7,)) for index, each in enumerate(pictures)]
+    placed = [PlacedImage(each, 10 * index, 4, (7,)) for index, each in enumerate(pictures)]
     record = one.handoffs.begin(ENGINE, "local", pin=True)
     one.handoffs.end(record, TransferRequest(images=placed, report=TransferReport(saves=False)), range(50))
     await one.quiet()

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,9 @@ from baton.errors import HandoffNotFound, HandoffStoreUnavailable
 from baton.library.archive import bucket as archive_bucket
 from baton.library.archive import copies as archive_files
 from baton.library.archive.archiver import Archiver, remove_expired
-from baton.library.archive.copies import LocalFile, Pace
+from baton.library.archive.copies import Pace
 from baton.library.handoff import Handoff, HandoffAudit
-from baton.library.here.entries import bytes_into
+from baton.library.here.entries import LocalFile
 from baton_kv.stores.base import StoreError, StoreFull
 
 pytestmark = with_s3
@@ -213,7 +212,8 @@ async def test_two_uploads_that_share_a_rate_both_end(site: Site, monkeypatch: p
         *(
             asyncio.to_thread(
                 files.push,
-                LocalFile(name, f"files/scope/{name}", len(data), partial(bytes_into, data)),
+                f"files/scope/{name}",
+                LocalFile.holding(name, data),
             )
             for name in "abc"
         )
@@ -463,7 +463,7 @@ async def test_a_file_that_cannot_be_read_here_is_no_failure_of_the_archive(
     for reader in (gone, failing):
         for size in (1000, 20 * 1024 * 1024):
             with pytest.raises(StoreError):
-                await asyncio.to_thread(files.push, LocalFile("a", "files/scope/a", size, reader))
+                await asyncio.to_thread(files.push, "files/scope/a", LocalFile("a", size, reader))
     assert site.archive.names("files") == []
     assert not one.storage.archive.bucket.breaker.doubtful
 

@@ -18,8 +18,7 @@ from baton.engines.backend import ImageInput
 from baton.engines.fake.engine import FakeEngine
 from baton.engines.transfers import TransferReport, TransferRequest
 from baton.errors import HandoffNotFound, HandoffPinsFull
-from baton.images.client_image import ClientImage
-from baton.images.placed_image import PlacedImage
+from baton.images.image import ClientImage, PlacedImage
 from baton.library.handoff import MAX_CONVERSATION_BYTES, Context, Handoff, HandoffState
 from baton.library.here.images import ImageStore
 from baton.library.here.records import RecordFolder
@@ -136,7 +135,7 @@ async def test_two_gateways_keep_one_budget_and_each_evicts_the_largest_tenant_s
 async def test_nobody_s_handoffs_go_for_one_that_does_not_fit_all_the_same(tmp_path: Path) -> None:
     def picture(size: int) -> list[PlacedImage]:
         file = ClientImage(b"i" * size, "image/png", 4, 4)
-        return [PlacedImage(file, file.digest, 0, 1, (7,))]
+        return [PlacedImage(file, 0, 1, (7,))]
 
     handoffs = gateway(tmp_path)
     others = [await left(handoffs, "x") for _ in range(3)]
@@ -154,7 +153,7 @@ async def test_nobody_s_handoffs_go_for_one_that_does_not_fit_all_the_same(tmp_p
 async def test_pins_count_records_and_images_too(tmp_path: Path) -> None:
     handoffs = gateway(tmp_path)
     picture = ClientImage(b"i" * 1400 * 1024, "image/png", 4, 4)
-    seen = [PlacedImage(picture, picture.digest, 0, 1, (7,))]
+    seen = [PlacedImage(picture, 0, 1, (7,))]
     await left(handoffs, "x", "globex")  # so that the share is a quarter
     first = await left(handoffs, "x" * (MIB // 2), images=seen)
     second = await left(handoffs, "x" * (MIB // 4))

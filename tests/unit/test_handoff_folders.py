@@ -16,8 +16,7 @@ from baton.engines.backend import ImageInput
 from baton.engines.fake.engine import FakeEngine
 from baton.engines.transfers import TransferReport, TransferRequest
 from baton.errors import HandoffImagesLost, HandoffNotFound, SettingsError
-from baton.images.client_image import ClientImage
-from baton.images.placed_image import PlacedImage
+from baton.images.image import ClientImage, PlacedImage
 from baton.library.handoff import Handoff
 from baton.library.here.images import ImageStore
 from baton.library.here.records import RecordFolder
@@ -55,7 +54,7 @@ def gateway(store: Path) -> Library:
 
 async def left(handoffs: Library) -> Handoff:
     record = handoffs.begin(ENGINE, "local")
-    seen = [PlacedImage(PICTURE, PICTURE.digest, 0, 1, (7,))]
+    seen = [PlacedImage(PICTURE, 0, 1, (7,))]
     handoffs.end(record, TransferRequest(report=TransferReport(saves=False), images=seen), [1, 2, 3])
     await asyncio.gather(*handoffs.background.running)
     return record

@@ -18,8 +18,7 @@ from baton.engines.backend import ImageInput
 from baton.engines.fake.engine import FakeEngine
 from baton.engines.transfers import TransferReport, TransferRequest
 from baton.errors import HandoffImagesLost, HandoffIncompatible
-from baton.images.client_image import ClientImage
-from baton.images.placed_image import PlacedImage
+from baton.images.image import ClientImage, PlacedImage
 from baton.library.handoff import Context, Handoff, HandoffState
 from baton.library.here.images import ImageStore
 from baton.library.here.records import RecordFolder
@@ -34,7 +33,7 @@ KB = 1024
 
 
 def placed(*pictures: ClientImage) -> list[PlacedImage]:
-    return [PlacedImage(each, each.digest, 10 * index, 4, (7,)) for index, each in enumerate(pictures)]
+    return [PlacedImage(each, 10 * index, 4, (7,)) for index, each in enumerate(pictures)]
 
 
 def big(number: int, size: int) -> ClientImage:

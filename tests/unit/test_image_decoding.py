@@ -13,8 +13,8 @@ from support import image_files
 
 from baton.config.groups import ImageSettings
 from baton.errors import ImageTooLarge, InvalidImage
-from baton.images.client_image import ClientImage
 from baton.images.decoding import decode_image
+from baton.images.image import ClientImage
 from baton.images.reader import decoded_url
 
 LIMITS = ImageSettings()

@@ -13,8 +13,8 @@ from support import image_files
 
 from baton.config.groups import ImageSettings
 from baton.errors import GatewayOverloaded, ImageTooLarge, InvalidImage
-from baton.images.client_image import ClientImage
 from baton.images.decoding import decode_image
+from baton.images.image import ClientImage
 from baton.images.parts import ImagePart
 from baton.images.reader import ImageReader, decoded_url
 from baton.telemetry.metrics import GatewayMetrics
@@ -156,7 +156,7 @@ async def test_images_are_named_in_the_thread_that_reads_them(monkeypatch: pytes
         threads.append(threading.current_thread() is threading.main_thread())
         return sha256(data)
 
-    monkeypatch.setattr("baton.images.client_image.hashlib.sha256", counted)
+    monkeypatch.setattr("baton.images.image.hashlib.sha256", counted)
     sent = image_files.file_of(image_files.image())
     parts = [ImagePart({}, "url", "images[0]", image_files.url_of(sent))]
     (picture,) = await reading(None).read(parts, "acme")

@@ -14,7 +14,6 @@ from prometheus_client import CollectorRegistry
 from baton.engines.fake.engine import FakeEngine
 from baton.engines.transfers import TransferReport, TransferRequest, TransferWatch
 from baton.errors import OperationUnsupported
-from baton.images.image_position import ImagePosition
 from baton.library.handoff import Handoff, HandoffState, StoredImage
 from baton.library.index import HandoffIndex
 from baton.relay.join import Part
@@ -25,6 +24,7 @@ from baton.relay.run import JoinedPart, PlannedRequest
 from baton.telemetry.ids import RequestContext
 from baton.telemetry.metrics import TransferMetrics
 from baton_kv.contract import MovedPart, Transfer, TransferFailure, TransferOutcome
+from baton_kv.format import ImageRef
 
 SHARED = list(range(100, 120))
 
@@ -71,7 +71,7 @@ def test_more_is_computed_of_a_part_that_shares_no_beginning(shared: int) -> Non
 def test_of_an_image_all_tokens_are_moved() -> None:
     """The engine computes no image between moved tokens."""
     whole = part(range(40))
-    whole.record.positions.extend([ImagePosition("a" * 64, 5, 4), ImagePosition("b" * 64, 20, 4)])
+    whole.record.positions.extend([ImageRef("a" * 64, 5, 4), ImageRef("b" * 64, 20, 4)])
     parts = [part([1, 2, 3]), whole]
     assert moved([1, 2, 3, *range(40), 7], parts, 3, 43) == [None, (5, 34, 8)]
 

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from baton.images.image_position import ImagePosition, with_distinct_images
+from baton.images.image import with_distinct_images
 from baton.library.handoff import BLOCK, Handoff, PrefixMatch, common_tokens
 from baton.library.prefixes import PrefixIndex
+from baton_kv.format import ImageRef
 
 
 def record(tokens: Sequence[int], tenant: str = "a", weights: str = "w", **more: object) -> Handoff:
@@ -136,8 +137,8 @@ def test_contexts_are_shared_up_to_the_first_image_that_differs(length: int) -> 
     ids = [*text, *[placeholder] * length, *text, *[placeholder] * length, *text]
     places = (len(text), 2 * len(text) + length)
 
-    def images(*names: str) -> list[ImagePosition]:
-        return [ImagePosition(name, at, length) for name, at in zip(names, places, strict=True)]
+    def images(*names: str) -> list[ImageRef]:
+        return [ImageRef(name, at, length) for name, at in zip(names, places, strict=True)]
 
     index = PrefixIndex()
     index.add(record(ids, positions=images("one", "two")))

@@ -16,10 +16,10 @@ from support.shared_stores import ENGINE, Machine, StoreServer, machine, servers
 from baton.engines.transfers import TransferRequest
 from baton.errors import HandoffNotFound, HandoffStoreUnavailable
 from baton.library.handoff import HandoffState
-from baton.library.here.entries import Deadline
+from baton.library.here.entries import Deadline, LocalFile
 from baton.library.valkey import files as pool_files
 from baton.library.valkey import records as shared_records
-from baton.library.valkey.files import CHUNK_BYTES, CHUNKS_AT_ONCE, ValkeyFile
+from baton.library.valkey.files import CHUNK_BYTES, CHUNKS_AT_ONCE
 from baton_kv.stores.base import StoreError
 
 
@@ -62,7 +62,7 @@ def test_a_file_that_takes_long_to_write_is_whole_and_never_without_an_end(
         view[:] = data[start : start + len(view)]
         return len(view)
 
-    one.pool.files.write(ValkeyFile("scope/slow", len(data), slowly), 60_000, time.monotonic() + 60)
+    one.pool.files.write(LocalFile("scope/slow", len(data), slowly), 60_000, time.monotonic() + 60)
     assert -1 not in lives
     assert read_back(one, "scope/slow") == data
 
@@ -78,7 +78,7 @@ def test_a_file_of_which_a_part_has_expired_is_not_put_in_place(
         return len(view)
 
     with pytest.raises(StoreError):
-        one.pool.files.write(ValkeyFile("scope/stalled", size, stalls), 60_000, time.monotonic() + 60)
+        one.pool.files.write(LocalFile("scope/stalled", size, stalls), 60_000, time.monotonic() + 60)
     wait_for(lambda: rows(server) == {}, "something stays")
 
 

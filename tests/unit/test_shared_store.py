@@ -27,7 +27,7 @@ from baton.errors import (
     HandoffStoreUnavailable,
     SettingsError,
 )
-from baton.images.placed_image import PlacedImage
+from baton.images.image import PlacedImage
 from baton.library import holdings as background
 from baton.library import library as service
 from baton.library.fetches import MEASURE_EVERY
@@ -355,7 +355,7 @@ async def test_kv_that_one_machine_distrusts_is_used_on_none(server: StoreServer
 async def test_images_go_along_once_for_all_and_are_verified(server: StoreServer, tmp_path: Path) -> None:
     one, two = machine(tmp_path / "one", server.url), machine(tmp_path / "two", server.url)
     pictures = [picture(1), picture(2), picture(1)]
-    placed = [PlacedImage(each, each.digest, 10 * index, 4, (7,)) for index, each in enumerate(pictures)]
+    placed = [PlacedImage(each, 10 * index, 4, (7,)) for index, each in enumerate(pictures)]
     records = []
     for _ in range(2):
         record = one.handoffs.begin(ENGINE, "local")
@@ -683,7 +683,7 @@ async def test_images_that_are_pushed_slowly_hold_up_no_other_handoff(
         monkeypatch.setattr(Here, "save_images", lambda *_: over.wait(60))
         shown = picture(1)
         record = one.handoffs.begin(ENGINE, "local")
-        placed = PlacedImage(shown, shown.digest, 0, 4, (7,))
+        placed = PlacedImage(shown, 0, 4, (7,))
         one.handoffs.end(
             record, TransferRequest(images=[placed], report=TransferReport(saves=False)), range(50)
         )

@@ -15,7 +15,7 @@ from support.shared_stores import ENGINE, Machine, StoreServer, machine, servers
 
 from baton.engines.transfers import TransferRequest
 from baton.errors import HandoffImagesLost, HandoffNotFound
-from baton.images.placed_image import PlacedImage
+from baton.images.image import PlacedImage
 from baton.library.handoff import Handoff, scope_of
 from baton_kv.stores.base import StoreError
 
@@ -143,9 +143,7 @@ async def test_an_image_that_is_larger_than_its_record_says_is_not_read(
     image = picture(20)
     record = one.handoffs.begin(ENGINE, "local")
     one.entry(record.key)
-    one.handoffs.end(
-        record, TransferRequest(images=[PlacedImage(image, image.digest, 2, 4, (9,))]), range(64)
-    )
+    one.handoffs.end(record, TransferRequest(images=[PlacedImage(image, 2, 4, (9,))]), range(64))
     await one.handoffs.settled(record, 20)
     await one.quiet()
     (digest,) = {each.digest for each in record.images}

@@ -16,7 +16,7 @@ from support.gateways import RealGateway
 from support.image_relays import CHAT, TEXT, Answer, Eyes, Seer
 from support.random_images import part, picture, user
 
-from baton.images.client_image import ClientImage
+from baton.images.image import ClientImage
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 ENGINES = ("reader", "writer")

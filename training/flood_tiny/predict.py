@@ -9,11 +9,12 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 import baton_geo
 from baton_geo.card import Card
-from baton_geo.prithvi import PrithviConfig, PrithviSegmenter, load, read_checkpoint
+from baton_geo.prithvi import PrithviConfig, PrithviSegmenter, load
 from training.flood_scenes.scenes import WATER
 from training.flood_tiny.measure import Mask
 
@@ -42,7 +43,7 @@ class Predictor:
         """
         config = json.loads((folder / "config.json").read_text())
         model = PrithviSegmenter(PrithviConfig.from_hf(config))
-        load(model, read_checkpoint(folder / "model.safetensors").items())
+        load(model, load_file(folder / "model.safetensors").items())
         return cls(model, Card.model_validate(config["baton_geo"]))
 
     def __call__(self, pixels: npt.NDArray[np.int16]) -> Mask:

@@ -44,7 +44,6 @@ class StoredKey(BaseModel):
 
     Attributes:
         id: names the key in `baton keys list` and `revoke`.
-        tenant: the key's tenant.
         sha256: digest of the key, in hexadecimal.
         created_at: Unix time.
     """

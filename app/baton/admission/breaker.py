@@ -33,12 +33,12 @@ class Breaker:
 
     @property
     def open(self) -> bool:
-        """Whether the server is thought to be unreachable."""
+        """True if the server is thought to be unreachable."""
         return self._failed >= self._failures
 
     @property
     def doubtful(self) -> bool:
-        """Whether the last exchange failed."""
+        """True if the last exchange failed."""
         return self._failed > 0
 
     def resting(self) -> bool:

@@ -63,7 +63,6 @@ class FairQueue:
     Attributes:
         most: number of places, the reserve included.
         running: places taken.
-        waiting: requests that wait.
     """
 
     def __init__(
@@ -209,7 +208,6 @@ def watched_queue(
 
     Args:
         refuse: makes the error of a request that gets no place.
-        name: the label `queue`.
         engine: the label `engine`; empty: all engines share the queue.
     """
     queue = FairQueue(limits, refuse, metrics.seconds.labels(name, engine).observe)

@@ -52,7 +52,7 @@ class TokenBucket:
 
 @dataclass
 class Tenant:
-    """What one tenant uses.
+    """The use that one tenant makes of the gateway.
 
     Attributes:
         bucket: of its request rate; None: the rate is not limited.
@@ -64,7 +64,7 @@ class Tenant:
 
 
 class Ticket:
-    """What one request holds: a count of its tenant's, a place at an engine."""
+    """The holdings of one request: a count of its tenant's, a place at an engine."""
 
     __slots__ = ("_kept", "_place", "_tenant")
 

@@ -9,9 +9,6 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ByteSize, ConfigDict, Field, model_validator
 
-# Define the base class of all settings groups (read-only, no unknown keys), and byte sizes.
-
-
 KIB = 1024
 MIB = 1024 * KIB
 
@@ -20,9 +17,6 @@ class Frozen(BaseModel):
     """A group of settings: read-only, and closed to keys it does not know."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-# The groups of the settings file that bound requests and what is stored of them.
 
 
 class LimitSettings(Frozen):
@@ -34,11 +28,10 @@ class LimitSettings(Frozen):
     bodies_bytes: ByteSize | None = Field(
         None,
         ge=2048,
-        description="Most bytes that the bodies of all requests under way hold together; above it: "
-        "503. A tenant may always hold one body of the largest size, and more as long "
-        "as it leaves as much free as it holds; else 429. Without keys everybody "
-        "shares all of it. Unset: an eighth of the memory there is at the start, at "
-        "least four times `body_bytes`, at most 2 GiB.",
+        description="Most bytes that the bodies of all requests under way hold together; above it: 503. A "
+        "tenant may always hold one body of the largest size, and more as long as it leaves as much free as "
+        "it holds; else 429. Without keys everybody shares all of it. Unset: an eighth of the memory there "
+        "is at the start, at least four times `body_bytes`, at most 2 GiB.",
     )
     body_depth: int = Field(
         64,
@@ -139,23 +132,20 @@ class ImageSettings(Frozen):
         2,
         ge=1,
         le=64,
-        description="Images of one tenant read at once, each with up to sixteen bytes of memory a "
-        "pixel; more wait. One thread for every eight, rounded up, comes on top for "
-        "other tenants.",
+        description="Images of one tenant read at once, each with up to sixteen bytes of memory a pixel; "
+        "more wait. One thread for every eight, rounded up, comes on top for other tenants.",
     )
     allowed_hosts: tuple[str, ...] = Field(
         (),
-        description="Hosts that image URLs may name: `example.org`, `*.example.org`, an IP "
-        "address, each with `:port` if it is not the usual one. Empty: none is "
-        "fetched.",
+        description="Hosts that image URLs may name: `example.org`, `*.example.org`, an IP address, each "
+        "with `:port` if it is not the usual one. Empty: none is fetched.",
     )
     fetches: int = Field(
         16,
         ge=1,
         le=1024,
-        description="Images of one tenant fetched at once, each of `file_bytes` at most; more "
-        "wait, and get 503 after `fetch_s`. One place for every eight, rounded up, "
-        "comes on top for other tenants.",
+        description="Images of one tenant fetched at once, each of `file_bytes` at most; more wait, and get "
+        "503 after `fetch_s`. One place for every eight, rounded up, comes on top for other tenants.",
     )
     allow_http: bool = Field(False, description="Fetch from these hosts over plain http too.")
     fetch_s: float = Field(
@@ -182,15 +172,8 @@ class ResponseSettings(Frozen):
     )
 
 
-# Define the settings of an engine that is another server: its address, its key, and how long it may take.
-
-
 def _checked(url: str) -> str:
-    """Return a server's address without `/v1` and slashes at its end.
-
-    Raises:
-        ValueError: it is no address of a server, or holds what does not belong there.
-    """
+    """Return a server's address without `/v1` and slashes at its end."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError("give an address such as `http://10.0.0.7:8000`")
@@ -261,9 +244,6 @@ class RemoteSettings(Frozen):
     )
 
 
-# Define the settings of handoffs: where their KV is kept, for how long, and who shares it.
-
-
 AutomaticMode = Literal["off", "load", "on"]
 
 
@@ -273,9 +253,8 @@ class HandoffSettings(Frozen):
     store: str | None = Field(
         None,
         pattern=r"^file:/",
-        description="Where handoffs' KV is kept: `file:/ABSOLUTE/FOLDER`, in memory or on disk, "
-        "on no network file system. "
-        "Unset: a folder of this user in `/dev/shm`, else in the user's cache.",
+        description="Where handoffs' KV is kept: `file:/ABSOLUTE/FOLDER`, in memory or on disk, on no "
+        "network file system. Unset: a folder of this user in `/dev/shm`, else in the user's cache.",
     )
     budget: ByteSize = Field(
         ByteSize(2048 * MIB),
@@ -452,15 +431,6 @@ class HandoffSettings(Frozen):
         return int(self.shared_budget if self.shared is not None else self.budget)
 
 
-# Define the settings file's groups: one class a TOML table, with a description for every key.
-
-
-__all__ = [
-    "CPU_KV_CACHE_BYTES", "MIB", "AdmissionSettings", "AuthSettings", "AutomaticMode", "EdgeSettings",
-    "EngineSettings", "Frozen", "HandoffSettings", "ImageSettings", "LimitSettings", "MetricsSettings",
-    "PoolingSettings", "RemoteSettings", "ResponseSettings", "SupervisionSettings",
-]  # fmt: skip
-
 CPU_KV_CACHE_BYTES = 512 * MIB
 """KV pool of an engine on a CPU whose settings name none, so that two engines fit on a laptop."""
 
@@ -476,11 +446,7 @@ HostName = Annotated[
 
 
 def _as_browsers_send(origin: str) -> str:
-    """Refuse an origin that no browser sends, which would never match.
-
-    Raises:
-        ValueError: it has capitals, or the usual port of its scheme.
-    """
+    """Refuse an origin that no browser sends, which would never match."""
     usual = origin.startswith("https://") and origin.endswith(":443")
     if origin != origin.lower() or usual or (origin.startswith("http://") and origin.endswith(":80")):
         raise ValueError("write it as browsers send it: in small letters, without the scheme's usual port")
@@ -547,8 +513,7 @@ class EngineSettings(Frozen):
         "`url`: where the server is a Baton over the same store.",
     )
     auto: AutomaticMode | None = Field(
-        None,
-        description="Whether handoffs of this engine are automatic. Unset: as `handoffs.auto` says.",
+        None, description="Whether handoffs of this engine are automatic. Unset: as `handoffs.auto` says."
     )
     translate: bool = Field(
         False,
@@ -605,7 +570,7 @@ class EngineSettings(Frozen):
 
     @property
     def own(self) -> bool:
-        """Whether the engine runs here, and is no other server."""
+        """True if the engine runs here, and is no other server."""
         return self.url is None
 
     @property
@@ -616,7 +581,7 @@ class EngineSettings(Frozen):
 
     @property
     def forkable(self) -> bool:
-        """Whether the fork server may start the engine: with ranks, vLLM binds each one's threads itself."""
+        """True if the fork server may start the engine: with ranks, vLLM binds each one's threads itself."""
         return self.own and self.ranks == 1 and "distributed_executor_backend" not in self.args
 
 
@@ -715,9 +680,7 @@ class AdmissionSettings(Frozen):
         0.0, ge=0, description="Requests one tenant may make a minute; above it: 429. 0: no limit."
     )
     tenant_burst: int | None = Field(
-        None,
-        ge=1,
-        description="Of these, how many at once after a pause. Unset: those of ten seconds.",
+        None, ge=1, description="Of these, how many at once after a pause. Unset: those of ten seconds."
     )
     engine_requests: int = Field(
         256,
@@ -784,13 +747,11 @@ class PoolingSettings(Frozen):
     uploads_bytes: ByteSize | None = Field(
         None,
         ge=2048,
-        description="Most bytes of the uploaded files of all requests under way together; above "
-        "it: 503, and above a tenant's share of it: 429. Unset: eight times "
-        "`upload_bytes`.",
+        description="Most bytes of the uploaded files of all requests under way together; above it: 503, and "
+        "above a tenant's share of it: 429. Unset: eight times `upload_bytes`.",
     )
     spool_dir: Path | None = Field(
         None,
-        description="Where uploaded files wait for the plugin: a folder of this user or of root, "
-        "no link. Unset: the system's folder for temporary files. A start removes what "
-        "a killed gateway left there.",
+        description="Where uploaded files wait for the plugin: a folder of this user or of root, no link. "
+        "Unset: the system's folder for temporary files. A start removes what a killed gateway left there.",
     )

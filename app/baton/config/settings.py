@@ -111,36 +111,29 @@ class Settings(BaseSettings):
     )
 
     @model_validator(mode="after")
-    def _only_generating_engines_hand_over(self) -> Settings:
+    def _engines_have_what_they_need(self) -> Settings:
         for engine in self.engines:
-            if engine.handoff and engine.runner != "generate":
-                raise ValueError(f"engines '{engine.name}': only engines that generate can have `handoff`")
+            plugin = engine.io_processor or engine.classic_plugin
+            for wrong, reason in (
+                (
+                    engine.handoff and engine.runner != "generate",
+                    "only engines that generate can have `handoff`",
+                ),
+                (engine.latent and not engine.handoff, "`latent = true` needs `handoff = true`"),
+                (engine.translate and not engine.handoff, "`translate = true` needs `handoff = true`"),
+                (plugin and engine.runner != "pooling", 'an `io_processor` needs `runner = "pooling"`'),
+            ):
+                if wrong:
+                    raise ValueError(f"engines '{engine.name}': {reason}")
         return self
 
     @model_validator(mode="after")
     def _gateways_that_share_have_a_secret(self) -> Settings:
-        if self.handoffs.shared is not None and self.handoffs.shared_secret_file is None:
-            raise ValueError("handoffs.shared: needs `handoffs.shared_secret_file`, the same on all machines")
-        if self.handoffs.archive is not None and self.handoffs.shared_secret_file is None:
-            raise ValueError(
-                "handoffs.archive: needs `handoffs.shared_secret_file`, the same on all machines"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _only_engines_that_hand_over_think(self) -> Settings:
-        for engine in self.engines:
-            if engine.latent and not engine.handoff:
-                raise ValueError(f"engines '{engine.name}': `latent = true` needs `handoff = true`")
-            if engine.translate and not engine.handoff:
-                raise ValueError(f"engines '{engine.name}': `translate = true` needs `handoff = true`")
-        return self
-
-    @model_validator(mode="after")
-    def _only_pooling_engines_have_plugins(self) -> Settings:
-        for engine in self.engines:
-            if (engine.io_processor or engine.classic_plugin) and engine.runner != "pooling":
-                raise ValueError(f"engines '{engine.name}': an `io_processor` needs `runner = \"pooling\"`")
+        for name, given in (("shared", self.handoffs.shared), ("archive", self.handoffs.archive)):
+            if given is not None and self.handoffs.shared_secret_file is None:
+                raise ValueError(
+                    f"handoffs.{name}: needs `handoffs.shared_secret_file`, the same on all machines"
+                )
         return self
 
     @model_validator(mode="after")

@@ -8,7 +8,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from functools import partial
 
 from prometheus_client import CollectorRegistry
 
@@ -17,10 +16,10 @@ from baton.config.settings import Settings
 from baton.doctor.findings import Finding
 from baton.errors import HandoffStoreUnavailable, OperatorError
 from baton.library.archive.bucket import Bucket, Conflict, mend_of, reason_of
-from baton.library.archive.copies import FETCH_S, ArchiveFiles, LocalFile, Pace
+from baton.library.archive.copies import FETCH_S, ArchiveFiles, Pace
 from baton.library.archive.documents import PROOF, Names
 from baton.library.archive.tier import address_of, names_of
-from baton.library.here.entries import Deadline, bytes_into
+from baton.library.here.entries import Deadline, LocalFile
 from baton.telemetry.metrics import ArchiveMetrics
 from baton_kv.stores.base import StoreError
 
@@ -171,7 +170,7 @@ def _throughput(files: ArchiveFiles, name: str, settings: HandoffSettings) -> Fi
     """Write a file as handoffs' are written, and read it; what does not come in time is bad."""
     data = secrets.token_bytes(MIB) * (TEST_BYTES // MIB)
     began = time.perf_counter()
-    written = files.push(LocalFile(name, name, len(data), partial(bytes_into, data)))
+    written = files.push(name, LocalFile.holding(name, data))
     between = time.perf_counter()
     try:
         for _ in files.chunks(written, Deadline.within(FETCH_S, settings.archive_fetch_s)):

@@ -7,7 +7,6 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from functools import partial
 
 from prometheus_client import CollectorRegistry
 
@@ -15,9 +14,9 @@ from baton.config.groups import HandoffSettings
 from baton.config.settings import Settings
 from baton.doctor.findings import Finding
 from baton.errors import BatonError, OperatorError
-from baton.library.here.entries import Deadline, bytes_into
+from baton.library.here.entries import Deadline, LocalFile
 from baton.library.valkey.connection import FAILURE_TYPES, ValkeyConnection
-from baton.library.valkey.files import CHUNK_BYTES, ValkeyFile, ValkeyFiles
+from baton.library.valkey.files import CHUNK_BYTES, ValkeyFiles
 from baton.library.valkey.pool import address_of
 from baton.telemetry.metrics import SharedStoreMetrics
 from baton_kv.stores.base import StoreError
@@ -100,7 +99,7 @@ def _throughput(files: ValkeyFiles) -> Finding:
     data = secrets.token_bytes(CHUNK_BYTES) * (TEST_BYTES // CHUNK_BYTES)
     name = f"doctor/{secrets.token_hex(8)}"
     began = time.perf_counter()
-    files.write(ValkeyFile(name, len(data), partial(bytes_into, data)), 60_000, time.monotonic() + 60)
+    files.write(LocalFile.holding(name, data), 60_000, time.monotonic() + 60)
     written = time.perf_counter()
     _, chunks = files.chunks(name, Deadline.within("the check", 60), len(data))
     for index, chunk in enumerate(chunks):

@@ -1,1 +1,1 @@
-"""What answers requests (`backend.Backend`): engines here (`engine.LocalEngine`), and servers elsewhere."""
+"""Answer requests (`backend.Backend`): engines here (`engine.LocalEngine`), and servers elsewhere."""

@@ -33,7 +33,7 @@ class Operation(StrEnum):
 
     @property
     def generates(self) -> bool:
-        """Whether the engine generates tokens, so that schemas and grammars in a body are compiled."""
+        """True if the engine generates tokens, so that schemas and grammars in a body are compiled."""
         return not self.pools and self not in {
             Operation.COUNT_TOKENS,
             Operation.TOKENIZE,
@@ -42,7 +42,7 @@ class Operation(StrEnum):
 
     @property
     def pools(self) -> bool:
-        """Whether an engine answers with what its model pools, not with tokens."""
+        """True if an engine answers with what its model pools, not with tokens."""
         return self in {
             Operation.EMBEDDINGS,
             Operation.POOLING,
@@ -72,9 +72,6 @@ class WholeReply:
     """An answer in one piece, with the headers that describe its content.
 
     Attributes:
-        body: the answer.
-        media_type: of the body.
-        headers: that describe it.
         status: HTTP status, which is 200 but for another server's 201 and 202.
     """
 
@@ -100,7 +97,7 @@ class StreamReply:
 
 @dataclass(frozen=True)
 class ImageInput:
-    """How one engine's model takes images.
+    """The way in which one engine's model takes images.
 
     Attributes:
         limit: most images that one prompt may hold; 0: the model takes only text.
@@ -120,7 +117,7 @@ Reply = WholeReply | StreamReply
 
 @dataclass(frozen=True)
 class Peer:
-    """What another gateway says of itself to one that sends it requests.
+    """Another gateway, by what it says of itself to one that sends it requests.
 
     Attributes:
         tenant: the tenant whose key the gateway was asked with.
@@ -152,7 +149,7 @@ class Backend(Protocol):
 
     @property
     def generates(self) -> bool:
-        """Whether it generates text; others pool."""
+        """True if it generates text; others pool."""
         ...
 
     @property
@@ -165,12 +162,12 @@ class Backend(Protocol):
 
     @property
     def supports_handoffs(self) -> bool:
-        """Whether it was configured with `handoff`, so that requests may save and load KV."""
+        """True if it was configured with `handoff`, so that requests may save and load KV."""
         ...
 
     @property
     def images(self) -> ImageInput:
-        """How its model takes images."""
+        """The way in which its model takes images."""
         ...
 
     @property
@@ -200,7 +197,7 @@ class Forwarding(Protocol):
 
     @property
     def is_gateway(self) -> bool:
-        """Whether it is another Baton."""
+        """True if it is another Baton."""
         ...
 
     def key_id(self, tenant: str) -> str:

@@ -10,8 +10,7 @@ from typing import Any, Protocol, TypeAlias
 
 from baton.engines.backend import Backend, Elsewhere, EngineState, Json, Operation, Reply
 from baton.engines.transfers import Throughput, TransferChooser, TransferRequest
-from baton.images.client_image import ClientImage
-from baton.images.placed_image import PlacedImage
+from baton.images.image import ClientImage, PlacedImage
 from baton.telemetry.ids import RequestContext
 
 LOOK_EVERY_S = 0.05
@@ -24,7 +23,6 @@ class Plugin:
 
     Attributes:
         name: name of its entry point.
-        instance: the engine's one instance of it.
         request: parses a body as vLLM's `IOProcessorRequest`, for older plugins; raises `BatonError`.
     """
 
@@ -69,12 +67,12 @@ class LocalEngine(Backend, Protocol):
 
     @property
     def moves_unsupported(self) -> str | None:
-        """Why the engine cannot move KV of several handoffs into one context; None: it can."""
+        """The reason why the engine cannot move KV of several handoffs into one context; None: it can."""
         ...
 
     @property
     def translates(self) -> bool:
-        """Whether requests continue handoffs of other weights by their text, unless they say otherwise."""
+        """True if requests continue handoffs of other weights by their text, unless they say otherwise."""
         ...
 
     @property
@@ -182,7 +180,7 @@ Engine: TypeAlias = LocalEngine | Elsewhere
 
 
 def is_idle(engine: LocalEngine) -> bool:
-    """Whether an engine runs, and has no request."""
+    """Check whether an engine runs, and has no request."""
     return engine.state is EngineState.READY and not engine.active
 
 

@@ -182,7 +182,6 @@ class Fleet:
         at_once: how many engines may start at the same time.
 
     Attributes:
-        metrics: the gateway's metrics.
         lost: set when every engine has failed too often to be restarted.
     """
 
@@ -231,12 +230,12 @@ class Fleet:
 
     @property
     def ready(self) -> bool:
-        """Whether every engine has been started once and at least one is ready; others may be restarting."""
+        """True if every engine has been started once and at least one is ready; others may be restarting."""
         return self._started and EngineState.READY in self.states.values()
 
     @property
     def whole(self) -> bool:
-        """Whether every engine is ready."""
+        """True if every engine is ready."""
         return all(state is EngineState.READY for state in self.states.values())
 
     def count_states(self) -> dict[str, int]:

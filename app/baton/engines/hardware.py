@@ -40,7 +40,7 @@ class Processor:
 
     @property
     def emulates_bfloat16(self) -> bool:
-        """Whether this is an x86 processor that is known to have no bfloat16 instructions."""
+        """True if this is an x86 processor that is known to have no bfloat16 instructions."""
         return self.architecture in X86 and bool(self.flags) and not self.flags & BFLOAT16
 
     def __str__(self) -> str:
@@ -84,10 +84,8 @@ class Gpu:
     Attributes:
         index: its number on this machine.
         uuid: its id, `GPU-...`.
-        name: product name.
         bytes_total: bytes of its memory.
         bytes_free: bytes that no process uses.
-        driver: version of the driver.
     """
 
     index: str

@@ -29,7 +29,6 @@ class InstalledPlugin:
         group: entry point group, e.g. `vllm.io_processor_plugins`.
         name: name by which VLLM_PLUGINS and engines choose it.
         value: module and attribute that it points to, e.g. `baton_geo:register`.
-        distribution: name of the distribution that brought it.
         version: version of that distribution.
         allowed: whether vLLM loads it.
         reason: why it is not loaded; empty if it is.

@@ -11,10 +11,10 @@ from statistics import median
 from typing import Protocol
 from weakref import WeakValueDictionary
 
-from baton.images.image_position import ImagePosition, with_distinct_images
-from baton.images.placed_image import PlacedImage
+from baton.images.image import PlacedImage, with_distinct_images
 from baton.telemetry.metrics import TransferMetrics
 from baton_kv.contract import Mixture, MovedPart, Transfer, TransferFailure, TransferOutcome
+from baton_kv.format import ImageRef
 
 PREFILLS_KEPT = 5
 LATENT_KEPT = 5
@@ -29,7 +29,7 @@ OUR_ID = re.compile(r"[0-9a-f]{32}")
 
 @dataclass(eq=False)
 class TransferReport:
-    """What happened to a request with a handoff. Only the engine writes it.
+    """The report of a request with a handoff. Only the engine writes it.
 
     Attributes:
         prompt_ids: the prompt's token ids, once known.
@@ -57,7 +57,7 @@ class TransferReport:
     prompt_ids: list[int] = field(default_factory=list)
     output_ids: list[int] = field(default_factory=list)
     answer_ids: list[int] | None = None
-    images: Sequence[ImagePosition] = ()
+    images: Sequence[ImageRef] = ()
     cached: int = 0
     loaded: int | None = None
     moved: int = 0
@@ -119,12 +119,12 @@ class TransferRequest:
 
     @property
     def moves_kv(self) -> bool:
-        """Whether KV is saved, loaded or mixed, so that the connector is told; else it brings a prompt."""
+        """True if KV is saved, loaded or mixed, so that the connector is told; else it brings a prompt."""
         return self.save is not None or self.load is not None or self.mixture is not None
 
     @property
     def saves_answer(self) -> bool:
-        """Whether the answer is saved behind its prompt."""
+        """True if the answer is saved behind its prompt."""
         return self.save is not None and not self.prompt_only
 
 
@@ -132,7 +132,7 @@ class TransferChooser(Protocol):
     """Chooses a transfer for each prompt of one request, when its token ids are known."""
 
     def choose(
-        self, prompt: Sequence[int], images: Sequence[ImagePosition] = (), *, loads: bool, saves: bool
+        self, prompt: Sequence[int], images: Sequence[ImageRef] = (), *, loads: bool, saves: bool
     ) -> TransferRequest | None:
         """Choose the KV to load and save beside a prompt; None: none.
 

@@ -82,6 +82,8 @@ class BatonError(Exception):
         message: what is wrong, in which field, and what to do; clients see it unchanged.
         param: the request field at fault, if there is one.
         retry_after_s: seconds after which a retry makes sense; only for retryable errors.
+        status: of another server's or a plugin's error, instead of the class's own; so is `code`.
+        fields: of another server's error, which the client gets in place of ours.
     """
 
     code: str = "internal_error"
@@ -98,9 +100,15 @@ class BatonError(Exception):
         *,
         param: str | None = None,
         retry_after_s: int | None = None,
+        status: int | None = None,
+        code: str | None = None,
+        fields: Mapping[str, Any] | None = None,
     ) -> None:
         self.message = message or self.default_message
         self.param = param
+        self.status = status or self.status
+        self._fields = dict(fields or {})
+        self.code = code or str(self._fields.get("code") or self.code)
         self.retry_after_s = (retry_after_s or 1) if self.retryable else None
         super().__init__(self.message)
 
@@ -110,16 +118,10 @@ class BatonError(Exception):
         return type(self).code
 
     def body(self, request_id: str) -> dict[str, Any]:
-        """Return the JSON body of this error, in OpenAI's shape with `request_id`."""
-        return {
-            "error": {
-                "message": self.message,
-                "type": self.kind,
-                "param": self.param,
-                "code": self.code,
-                "request_id": request_id,
-            }
-        }
+        """Write the JSON body of this error, in OpenAI's shape with `request_id`."""
+        ours = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        last = {"request_id": request_id}  # never another server's
+        return {"error": ours | last | self._fields | last}
 
 
 class ClientError(BatonError):
@@ -135,12 +137,6 @@ class OperatorError(BatonError):
     """Base of errors that the person who starts Baton has to fix."""
 
     exit_code: ClassVar[int] = 1
-
-
-def with_fields(body: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the body of an error with the fields of another server's; the request id stays ours."""
-    ours = body["error"]
-    return {"error": {**ours, **fields, "request_id": ours["request_id"]}}
 
 
 def did_you_mean(word: str, known: Iterable[str], *, alike: float = 0.5) -> str:
@@ -370,38 +366,11 @@ class RemoteRefusal(ClientError):
 
     code = "remote_refusal"
 
-    def __init__(
-        self,
-        message: str | None = None,
-        *,
-        status: int | None = None,
-        fields: Mapping[str, Any] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status or self.status
-        self._fields = dict(fields or {})
-        self.code = str(self._fields.get("code") or self.code)
-
-    def body(self, request_id: str) -> dict[str, Any]:
-        return with_fields(super().body(request_id), self._fields)
-
 
 class PluginRefusal(ClientError):
     """A plugin's own refusal of a request, under the plugin's own code where it has one."""
 
     code = "plugin_refusal"
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        param: str | None = None,
-        status: int | None = None,
-        code: str | None = None,
-    ) -> None:
-        super().__init__(message, param=param)
-        self.status = status or self.status
-        self.code = code or self.code
 
 
 # Define the errors that end the command: whoever starts Baton has to fix something.
@@ -481,23 +450,11 @@ class HandoffStoreUnavailable(ServerError):
 
 
 class RemoteFailed(ServerError):
-    """The server that the request was sent on to failed, answered what it should not, or cannot be reached.
-
-    Args:
-        fields: of the error that the server sent within a stream, which the client gets.
-    """
+    """The server that the request was sent on to failed, answered wrongly, or cannot be reached."""
 
     code = "remote_failed"
     status = 502
     default_message = "The server that answers for this model failed on this request."
-
-    def __init__(self, message: str | None = None, *, fields: Mapping[str, Any] | None = None) -> None:
-        super().__init__(message)
-        self._fields = dict(fields or {})
-        self.code = str(self._fields.get("code") or self.code)
-
-    def body(self, request_id: str) -> dict[str, Any]:
-        return with_fields(super().body(request_id), self._fields)
 
 
 class RemoteUnreachable(RemoteFailed):
@@ -526,33 +483,12 @@ class RemoteTimeout(ServerError):
 
 
 class RemoteBusy(ServerError):
-    """The server that the request was sent on to has too much to do (503), or limits this gateway (429).
-
-    Args:
-        status: 429 or 503.
-        fields: of its error, which the client gets; empty: it sent none.
-    """
+    """The server that the request was sent on to has too much to do (503), or limits this gateway (429)."""
 
     code = "remote_busy"
     status = 503
     retryable = True
     default_message = "The server that answers for this model has too much to do; try again shortly."
-
-    def __init__(
-        self,
-        message: str | None = None,
-        *,
-        status: int = 503,
-        retry_after_s: int | None = None,
-        fields: Mapping[str, Any] | None = None,
-    ) -> None:
-        super().__init__(message, retry_after_s=retry_after_s)
-        self.status = status
-        self._fields = dict(fields or {})
-        self.code = str(self._fields.get("code") or self.code)
-
-    def body(self, request_id: str) -> dict[str, Any]:
-        return with_fields(super().body(request_id), self._fields)
 
 
 class PluginFailed(ServerError):
@@ -567,10 +503,6 @@ class PluginBusy(ServerError):
     default_message = (
         "The plugin that handles this model's requests has too many of them at once; try again shortly."
     )
-
-    def __init__(self, message: str | None = None, *, code: str | None = None) -> None:
-        super().__init__(message)
-        self.code = code or self.code
 
 
 class PluginTimeout(ServerError):

@@ -1,4 +1,4 @@
-"""Say which field of a body is wrong, and how, where pydantic names every branch that it might have been."""
+"""Find the field of a body that is wrong, where pydantic names every branch that it might have been."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MOST_FAULTS = 20_000
 
 @dataclass(frozen=True)
 class InvalidField:
-    """What is wrong with a body.
+    """A field of a body that is wrong, and how.
 
     Attributes:
         path: of the field, with a dot between its parts; empty: the body itself is wrong.
@@ -50,7 +50,6 @@ class _Fault:
     """One of pydantic's errors.
 
     Attributes:
-        item: it.
         loc: where it is: fields, and names of types where a union has several.
         path: the fields alone.
         branch: the beginning of `loc` up to its last type.
@@ -63,7 +62,7 @@ class _Fault:
 
     @property
     def names_kind(self) -> bool:
-        """Whether the object says that it is of another branch, or not of which."""
+        """True if the object says that it is of another branch, or not of which."""
         return (
             bool(self.branch)
             and self.loc[:-1] == self.branch

@@ -16,7 +16,7 @@ from baton.engines.backend import Elsewhere, Operation
 from baton.errors import InvalidRequest, OperationUnsupported
 from baton.http.request import context_of, gateway_of
 from baton.http.request_images import take_images
-from baton.images.client_image import ClientImage
+from baton.images.image import ClientImage
 from baton.relay.asked import OPERATIONS
 
 BOOLEAN = TypeAdapter(bool)
@@ -59,11 +59,7 @@ async def prepare_forwarded(
 
 
 def _settle_stream(body: dict[str, Any]) -> None:
-    """Make `stream` true or false: vLLM takes "off" for false, and other servers may take it for true.
-
-    Raises:
-        InvalidRequest: it is neither.
-    """
+    """Make `stream` true or false: vLLM takes "off" for false, and other servers may take it for true."""
     if (value := body.get("stream")) is None:
         return
     try:
@@ -76,9 +72,6 @@ def _refuse_tool_servers(body: dict[str, Any]) -> None:
     """Refuse tools that the other server would ask at an address, or with a right, that the client names.
 
     Tools that a server runs by itself have neither.
-
-    Raises:
-        OperationUnsupported: `param` names the field.
     """
     tools = body.get("tools")
     named = [tool for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []

@@ -46,7 +46,6 @@ class FollowUpAnswer:
 
     Attributes:
         body: the chat's answer, or its error.
-        headers: the `x-` headers of that answer.
     """
 
     body: Json

@@ -85,7 +85,7 @@ class Timer:
 
     @property
     def runs(self) -> bool:
-        """Whether a call is pending."""
+        """True if a call is pending."""
         return self._handle is not None
 
     def start(self, seconds: float) -> None:

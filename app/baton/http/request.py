@@ -50,9 +50,6 @@ def media_type_of(request: Request) -> str:
     return request.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
-# Define the state of one request, kept until its line in the access log is written.
-
-
 KEY = "baton"
 """Its key in the ASGI scope, which no other file reads."""
 
@@ -62,7 +59,6 @@ class RequestState:
     """The state of one request.
 
     Attributes:
-        context: the client and the request's ids.
         ticket: the places that it holds in the admission queues.
         model: name of the engine that answers it; None until one is picked.
         error_code: code of the error that it was answered with, if any.

@@ -15,7 +15,7 @@ from baton.config.groups import ImageSettings
 from baton.engines.backend import Backend, ImageInput, Operation
 from baton.errors import InvalidRequest, OperationUnsupported
 from baton.http.request import context_of, gateway_of, in_a_thread, off_the_loop
-from baton.images.client_image import ClientImage
+from baton.images.image import ClientImage
 from baton.images.parts import Dialect, ImagePart, image_parts, listed_images, part_of, typed_token
 from baton.relay.asked import require_one_prompt
 

@@ -104,7 +104,6 @@ class EventStream(Response):
 
     Args:
         first: the first event, which may not have come yet.
-        rest: the events after it.
         keep_alive_s: seconds of silence before each comment; 0: no comments.
 
     Attributes:

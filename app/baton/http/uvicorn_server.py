@@ -93,11 +93,7 @@ class _Server(uvicorn.Server):
 
 
 class MetricsServer(_Server):
-    """Serves `/metrics` on a second port. Signals are handled by the first server.
-
-    Args:
-        app: the app that answers `/metrics`.
-    """
+    """Serves `/metrics` on a second port. Signals are handled by the first server."""
 
     def __init__(self, app: Any, edge: EdgeSettings, metrics: GatewayMetrics) -> None:
         super().__init__(_uvicorn_config(app, edge, metrics))

@@ -16,7 +16,7 @@ from PIL import ExifTags, Image, ImageOps
 
 from baton.config.groups import ImageSettings
 from baton.errors import ImageTooLarge, InvalidImage
-from baton.images.client_image import ClientImage
+from baton.images.image import ClientImage
 
 PLAIN_MODES = frozenset({"1", "L", "LA", "P", "RGB", "RGBA"})
 """Pillow's modes that every image processor converts to RGB in the same way."""
@@ -68,9 +68,7 @@ def decode_image(data: bytes, limits: ImageSettings, where: str) -> ClientImage:
         _require_still(image, where)
         image.load()
         _require_size(image, limits, where)  # a GIF's first frame may be larger than its header says
-        client_image = _as_client_image(image, kind, data, int(limits.file_bytes))
-    client_image.digest  # noqa: B018  # computed here, in a thread, and kept
-    return client_image
+        return _as_client_image(image, kind, data, int(limits.file_bytes))
 
 
 @contextmanager

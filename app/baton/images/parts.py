@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Any
 
 from baton.errors import InvalidImage, InvalidRequest
-from baton.images.client_image import ClientImage
+from baton.images.image import ClientImage
 
 Json = dict[str, Any]
 

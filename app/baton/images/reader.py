@@ -20,8 +20,8 @@ from baton.errors import (
     InvalidRequest,
     SettingsError,
 )
-from baton.images.client_image import ClientImage
 from baton.images.decoding import decode_image
+from baton.images.image import ClientImage
 from baton.images.parts import ImagePart
 from baton.telemetry.metrics import ImageMetrics, QueueMetrics
 from baton_fetch.addresses import AllowedHosts, FetchFailed, FetchRefused

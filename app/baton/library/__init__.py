@@ -1,1 +1,1 @@
-"""Where handoffs are kept."""
+"""The library: keep handoffs, here and in the stores that machines share."""

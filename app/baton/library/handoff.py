@@ -14,18 +14,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, PrivateAttr
 
-from baton.images.image_position import ImagePosition, with_distinct_images
-from baton.images.placed_image import PlacedImage
+from baton.images.image import PlacedImage, with_distinct_images
 from baton.telemetry.metrics import AuditResult
 from baton_kv.contract import EXPENDABLE
+from baton_kv.format import ImageRef
 
 if TYPE_CHECKING:
     Ids = array[int]
 else:
     Ids = array  # of Python 3.11 takes no parameter
-
-
-# Define the states of a handoff: pending, ready or failed.
 
 
 class HandoffState(StrEnum):
@@ -144,7 +141,7 @@ PINNED_SHARE = 0.5
 
 
 class Footprint(NamedTuple):
-    """How much of the store's budget a handoff takes beside its KV, which handoffs may share.
+    """The share of the store's budget that a handoff takes beside its KV, which handoffs may share.
 
     Attributes:
         pin: its KV is exempt from eviction.
@@ -197,7 +194,6 @@ class StoredImage(BaseModel):
         digest: SHA-256 of its bytes, which are in a file of their own.
         width: in pixels.
         height: in pixels.
-        bytes: size of the file.
         offset: index of the first of the tokens that stand for it.
         length: number of these tokens.
         target: the placeholder tokens that the template wrote in their place.
@@ -214,9 +210,14 @@ class StoredImage(BaseModel):
     length: int
     target: list[int]
 
+    @property
+    def ref(self) -> ImageRef:
+        """Its name and place."""
+        return ImageRef(self.digest, self.offset, self.length)
+
 
 class Lease(BaseModel):
-    """What may change of a handoff after it was saved, here or on another machine; nothing else may.
+    """The fields of a handoff that may change after it was saved, here or on another machine; no others may.
 
     A field that is added here is written, read and merged wherever handoffs are kept (`SAVERS` and `UNSAVED`
     name the few that are one machine's own). What never changes stands in `Handoff`, what is known only when
@@ -258,7 +259,7 @@ UNSAVED = SAVERS | {"audit", "archived"}
 
 
 class Context(NamedTuple):
-    """What is known of a context beside its tokens when the request that saves it has ended.
+    """The facts about a context beside its tokens, known when the request that saves it has ended.
 
     Attributes:
         conversation: the messages that the tokens were written from; None: it was never a chat.
@@ -270,7 +271,7 @@ class Context(NamedTuple):
 
     conversation: Conversation | None = None
     exact: bool | None = None
-    positions: Sequence[ImagePosition] = ()
+    positions: Sequence[ImageRef] = ()
     latent_steps: int = 0
     placeholder: int | None = None
 
@@ -314,7 +315,7 @@ class Handoff(Lease):
     parent: str | None = Field(None, frozen=True)
     parents: list[str] = Field([], frozen=True)
     automatic: bool = Field(False, frozen=True)
-    positions: list[ImagePosition] = Field([], frozen=True)
+    positions: list[ImageRef] = Field([], frozen=True)
     exact: bool = Field(True, frozen=True)
     translated_from: str | None = Field(None, frozen=True)
     _on_disk: bool = PrivateAttr(False)
@@ -329,7 +330,7 @@ class Handoff(Lease):
     def fill(self, tokens: Iterable[int], context: Context, images: Iterable[PlacedImage]) -> None:
         """Set what is known now that the request has ended which saves it, past the lock of its fields."""
         placed = list(images)
-        self._image_data.update((each.digest, each.image.data) for each in placed)
+        self._image_data.update((each.image.digest, each.image.data) for each in placed)
         vars(self).update(
             tokens=array("i", tokens),
             images=[_stored(each) for each in placed],
@@ -349,10 +350,9 @@ class Handoff(Lease):
         return self.tokens[:count].count(self.placeholder) if self.placeholder is not None else 0
 
     @property
-    def image_positions(self) -> list[ImagePosition]:
-        """Where the images of its context stand, in order."""
-        stored = [ImagePosition(each.digest, each.offset, each.length) for each in self.images]
-        return self.positions or stored
+    def image_positions(self) -> list[ImageRef]:
+        """The places of its context's images, in order."""
+        return self.positions or [each.ref for each in self.images]
 
     @property
     def distinct_tokens(self) -> Sequence[int]:
@@ -363,7 +363,7 @@ class Handoff(Lease):
 
     @property
     def on_disk(self) -> bool:
-        """Whether it is saved on disk, where other gateways see it."""
+        """True if it is saved on disk, where other gateways see it."""
         return self._on_disk
 
     @on_disk.setter
@@ -372,7 +372,7 @@ class Handoff(Lease):
 
     @property
     def announced(self) -> bool:
-        """Whether other machines know of it, so that it may only be written while it exists there."""
+        """True if other machines know of it, so that it may only be written while it exists there."""
         return self._announced
 
     @announced.setter
@@ -414,7 +414,7 @@ class Handoff(Lease):
 
     @property
     def footprint(self) -> Footprint:
-        """How much of the store's budget it takes beside its KV."""
+        """The share of the store's budget that it takes beside its KV."""
         return Footprint(self.tenant, self.pin, self.image_bytes + self._disk_bytes)
 
     @property
@@ -466,7 +466,7 @@ class Handoff(Lease):
 def _stored(placed: PlacedImage) -> StoredImage:
     image = placed.image
     return StoredImage(
-        digest=placed.digest,
+        digest=image.digest,
         media_type=image.media_type,
         width=image.width,
         height=image.height,
@@ -524,7 +524,7 @@ class PrefixMatch:
 
     @property
     def continues(self) -> bool:
-        """Whether the prompt goes on after the whole context, but for what a template writes at its end."""
+        """True if the prompt goes on after the whole context, but for what a template writes at its end."""
         return self.tokens > len(self.record.tokens) - BLOCK
 
 

@@ -14,7 +14,7 @@ from baton.config.groups import HandoffSettings
 from baton.engines.engine import LocalEngine
 from baton.engines.transfers import TransferRequest
 from baton.errors import HandoffNotFound, HandoffStoreUnavailable
-from baton.images.placed_image import PlacedImage
+from baton.images.image import PlacedImage
 from baton.library.fetches import Fetches
 from baton.library.handoff import Context, Handoff, HandoffAudit, HandoffState, PrefixMatch, new_id
 from baton.library.here.records import Others
@@ -221,11 +221,7 @@ class Library:
         return record
 
     async def _require_origin(self, record: Handoff) -> None:
-        """Refuse a translation of a handoff that has ended, of a translation perhaps.
-
-        Raises:
-            HandoffNotFound: it has.
-        """
+        """Refuse a translation of a handoff that has ended, of a translation perhaps."""
         origin: Handoff | None = record
         passed: set[str] = set()
         while origin is not None and origin.translated_from is not None and origin.id not in passed:
@@ -337,7 +333,7 @@ class Library:
             self.kv_gone(record)
 
     def __contains__(self, record: Handoff) -> bool:
-        """Whether a handoff is still there."""
+        """Check whether a handoff is still there."""
         return record in self.index
 
     async def distrust(self, record: Handoff, saved: str | None) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 import structlog
 
 from baton.errors import HandoffPinsFull, HandoffStoreUnavailable
-from baton.images.placed_image import PlacedImage
+from baton.images.image import PlacedImage
 from baton.library.handoff import PINNED_SHARE, Handoff, is_handoff_key, scope_of
 from baton.library.here.images import Images, ImageStore
 from baton.library.here.records import Edit, RecordFolder, Records, proof_of
@@ -34,7 +34,7 @@ log = structlog.get_logger("baton.handoffs")
 
 
 class Tier(Protocol):
-    """What the library asks of where handoffs are kept: `Here`, or a tier over it that has it as `here`.
+    """A place where handoffs are kept: `Here`, or a tier over it that has it as `here`.
 
     A further place is a class of this protocol in a folder of its own, as `archive/tier.py`, opened in
     `server.handoffs_of`.

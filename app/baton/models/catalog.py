@@ -21,7 +21,6 @@ class EmbeddedModel:
         license: SPDX identifier of the weights.
         as_is: whether the folder that holds `source` is the model already.
         text_model: name of the embedded text model that `source`, a vision part, is joined with.
-        runner: of its engine.
         args: vLLM's arguments that it needs; the settings override them.
         serving: vLLM's serving options that it needs; the settings override them.
     """

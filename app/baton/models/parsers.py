@@ -36,7 +36,7 @@ TOOLS = re.compile(r"""(?<![\w.'"])tools(?![\w'"])""")
 
 @dataclass(frozen=True)
 class Family:
-    """How one family of models is told, and the parser for what it writes.
+    """A family of models: how it is told, and the parser for what it writes.
 
     Attributes:
         name: what people call the models.
@@ -207,7 +207,7 @@ class Parsers:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a model's files say of how it writes.
+    """The traces in a model's files of how it writes.
 
     Attributes:
         architecture: of `config.json`; empty: not known.

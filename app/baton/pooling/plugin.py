@@ -87,7 +87,6 @@ class ResultFile:
 
     Attributes:
         name: the file name that the client is offered.
-        media_type: of its content.
         path: where it is, until the plugin's `forget` is called.
     """
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
-import os
-import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import structlog
 import baton_spool
 from baton.admission.fair_threads import in_own_thread
 from baton.errors import InvalidRequest, PluginBusy, SettingsError
-from baton_spool import FolderRefused, Made, Naming, Swept, make
+from baton_spool import FolderRefused, Made, Naming, Removed, Swept, make
 
 log = structlog.get_logger()
 
@@ -39,7 +38,6 @@ class UploadSpool:
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
         self._made: Made | None = None
-        self._guard = threading.Lock()
         self.path = Path()
 
     async def fill(self, chunks: AsyncIterator[bytes]) -> None:
@@ -90,21 +88,15 @@ class UploadSpool:
         return size
 
     def _append(self, data: bytes) -> None:
-        with self._guard:  # else the descriptor may be closed, and its number another file's, by now
-            rest = memoryview(data if self._made is not None else b"")
-            while rest and self._made is not None:
-                rest = rest[os.write(self._made.descriptor, rest) :]
+        if self._made is not None:
+            with contextlib.suppress(Removed):
+                self._made.append(data)
 
     async def close(self) -> None:
         """Remove the file, in a thread, for freeing a large one takes long; a second call does nothing."""
-        if self._made is not None:
-            await asyncio.shield(asyncio.ensure_future(in_own_thread(self._remove)))
-
-    def _remove(self) -> None:
-        with self._guard:
-            made, self._made = self._made, None
-            if made is not None:
-                made.remove()
+        made, self._made = self._made, None
+        if made is not None:
+            await asyncio.shield(asyncio.ensure_future(in_own_thread(made.remove)))
 
 
 def sweep(folder: Path | None) -> Swept:

@@ -21,11 +21,9 @@ from baton.admission.api_keys import keyring_for
 from baton.errors import SettingsError
 from baton.ray.replica import GatewayReplica, MetricsPage, drain_s, settings_of_node
 
-# Define what `serve run baton.ray:app KEY=VALUE ...` takes.
-
 
 class Arguments(BaseModel):
-    """How many replicas run, and what each is given. Everything else is in the gateway's own settings."""
+    """The number of replicas, and what each is given. Everything else is in the gateway's own settings."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

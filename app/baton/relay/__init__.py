@@ -1,1 +1,1 @@
-"""What a request asks of handoffs."""
+"""The relay: do what a request asks of handoffs."""

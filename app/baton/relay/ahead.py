@@ -66,9 +66,6 @@ class JoinsAhead:
     ) -> tuple[Handoff, asyncio.Task[Json], bool]:
         """Begin to join handoffs.
 
-        Args:
-            context: the client and the request's ids.
-
         Returns:
             The handoff, which is pending; its computation, with the `handoff` object as its result; whether
             that begins at once.
@@ -167,11 +164,7 @@ class JoinsAhead:
         return contextlib.nullcontext() if due else self._idle_turns[engine.name]
 
     async def _require_there(self, target: Handoff, records: Sequence[Handoff]) -> None:
-        """Give up a join that was deleted, or one of whose parts was.
-
-        Raises:
-            HandoffNotFound: it was; `param` names the part.
-        """
+        """Give up a join that was deleted, or one of whose parts was."""
         if target not in self._handoffs:
             raise HandoffNotFound()
         await self._sources.require_there(records, target.tenant, FIELD)

@@ -26,11 +26,7 @@ MOST_JOINED = 16
 
 
 def _as_list(given: object) -> object:
-    """Return the ids in a `from` field as a list.
-
-    Raises:
-        ValueError: there are none, too many, or one is named twice.
-    """
+    """Return the ids in a `from` field as a list."""
     if not isinstance(given, list):
         return [] if given is None else [given]
     if not 1 <= len(given) <= MOST_JOINED:
@@ -59,7 +55,7 @@ class Closed(BaseModel):
 
 
 class SaveOptions(Closed):
-    """How the request's context is saved: `handoff.save` as an object."""
+    """The options of the save: `handoff.save` as an object."""
 
     ttl_s: Seconds | None = None
     pin: bool = False
@@ -69,7 +65,7 @@ class SaveOptions(Closed):
 
 
 class Translate(Closed):
-    """How a handoff of another model is continued: `handoff.translate` as an object."""
+    """The options of a translation: `handoff.translate` as an object."""
 
     via: Literal["text", "rosetta"] = "text"
 
@@ -88,12 +84,12 @@ class HandoffOptions(Closed):
 
     @property
     def via_rosetta(self) -> bool:
-        """Whether one vector stands for the handoff of another model, not its text."""
+        """True if one vector stands for the handoff of another model, not its text."""
         return isinstance(self.translate, Translate) and self.translate.via == "rosetta"
 
     @property
     def saving(self) -> SaveOptions | None:
-        """How the context is saved; None: it is not."""
+        """The options of its save; None: the context is not saved."""
         if self.save is True:
             return SaveOptions()
         return self.save or None
@@ -124,12 +120,12 @@ class NewHandoff(Closed):
 
     @property
     def adds_nothing(self) -> bool:
-        """Whether the context is that of its sources, with nothing after them."""
+        """True if the context is that of its sources, with nothing after them."""
         return self.prompt is None and self.messages is None
 
     @property
     def translates_alone(self) -> bool:
-        """Whether the handoff is the translation of one of another model, with nothing after it."""
+        """True if the handoff is the translation of one of another model, with nothing after it."""
         return self.adds_nothing and len(self.sources) == 1
 
     @model_validator(mode="after")

@@ -38,7 +38,7 @@ LogProbs = Mapping[int, float]
 
 @dataclass(frozen=True)
 class Comparison:
-    """What an audit found.
+    """The findings of an audit.
 
     Attributes:
         difference: largest difference of a log probability, in nats.
@@ -109,7 +109,6 @@ class Audit:
     """One answer that was computed from loaded KV.
 
     Attributes:
-        engine: the engine that loaded it.
         record: the handoff whose KV was loaded.
         transfer: the request to the engine, with its report.
         noted_at: monotonic seconds.
@@ -141,7 +140,7 @@ class Audit:
 
     @property
     def may_begin(self) -> bool:
-        """Whether its request's save has ended."""
+        """True if its request's save has ended."""
         over = self.transfer.report.save_over.is_set()
         return self.saved is None or over or self.age_s > SAVED_WITHIN_S
 
@@ -323,6 +322,6 @@ class Audits:
 async def _call(engine: LocalEngine, transfer: TransferRequest) -> None:
     assert transfer.prompt is not None
     body: Json = {"model": engine.name, "prompt": transfer.prompt, "max_tokens": 1, "temperature": 0}
-    images = frozenset(image.digest for image in transfer.images)
+    images = frozenset(each.image.digest for each in transfer.images)
     context = RequestContext(new_request_id(), tenant=NO_TENANT, images=images)
     await engine.call(Operation.COMPLETIONS, body, context, transfer)

@@ -20,7 +20,7 @@ from baton.config.groups import AutomaticMode, HandoffSettings
 from baton.engines.backend import Json, Operation
 from baton.engines.engine import LocalEngine
 from baton.engines.transfers import TransferReport, TransferRequest
-from baton.images.image_position import ImagePosition, with_distinct_images
+from baton.images.image import with_distinct_images
 from baton.library.handoff import Context, Handoff, PrefixMatch, key_of, new_id
 from baton.library.library import Library
 from baton.relay.asked import OPERATIONS
@@ -29,6 +29,7 @@ from baton.relay.cost import Decision, LoadCost
 from baton.relay.report import KV_IS_GONE
 from baton.telemetry.metrics import HandoffMetrics
 from baton_kv.contract import TransferFailure
+from baton_kv.format import ImageRef
 
 # Decide which contexts are worth saving, for requests that do not ask for it.
 
@@ -51,10 +52,9 @@ SEEN = 10_000
 
 @dataclass
 class Usage:
-    """How many of a tenant's automatic handoffs were used.
+    """The number of a tenant's automatic handoffs, and of those that were used.
 
     Attributes:
-        saved: number of saves.
         used: number of requests that continued one of them, which shared more with no other.
     """
 
@@ -69,7 +69,6 @@ class Sent:
     Attributes:
         at: monotonic seconds.
         length: number of its tokens, if more of it is remembered than its beginning.
-        digest: of all of them.
     """
 
     at: float
@@ -77,7 +76,7 @@ class Sent:
     digest: bytes = b""
 
     def is_continued_by(self, prompt: Sequence[int]) -> bool:
-        """Whether a prompt begins with all of this one and goes on."""
+        """Check whether a prompt begins with all of this one and goes on."""
         return 0 < self.length < len(prompt) and _digest(prompt[: self.length]) == self.digest
 
 
@@ -134,7 +133,6 @@ class SaveRule:
         """Return whether the context of a request should be saved when it is answered.
 
         Args:
-            prompt: its token ids.
             match: the stored context that it shares most tokens with.
             conversation: whether it consists of messages.
 
@@ -260,10 +258,8 @@ class AutomaticHandoffs:
     """Automatic handoffs of one gateway.
 
     Attributes:
-        handoffs: all handoffs.
         cost: decides whether KV is loaded or prefilled.
         metrics: where handoffs are counted.
-        settings: limits of handoffs.
         modes: what is automatic for each engine, by its name.
         rule: decides what is saved.
         audits: computes some answers again.
@@ -322,7 +318,7 @@ class AutomaticHandoffs:
         handoff_id: str,
         transfer: TransferRequest,
         tokens: list[int],
-        images: Sequence[ImagePosition],
+        images: Sequence[ImageRef],
         ttl_s: int | None,
     ) -> None:
         """Register a context that the engine saves as a handoff."""
@@ -352,7 +348,7 @@ class AutomaticHandoffs:
 
 @dataclass(frozen=True)
 class ChosenTransfer:
-    """What was chosen for one prompt.
+    """The transfer that was chosen for one prompt.
 
     Attributes:
         match: the stored context that the prompt shares most tokens with.
@@ -362,7 +358,7 @@ class ChosenTransfer:
 
     match: PrefixMatch | None
     save_id: str | None
-    images: Sequence[ImagePosition]
+    images: Sequence[ImageRef]
 
 
 class AutomaticRequest:
@@ -393,7 +389,7 @@ class AutomaticRequest:
         self._choices: dict[TransferRequest, ChosenTransfer] = {}
 
     def choose(
-        self, prompt: Sequence[int], images: Sequence[ImagePosition] = (), *, loads: bool, saves: bool
+        self, prompt: Sequence[int], images: Sequence[ImageRef] = (), *, loads: bool, saves: bool
     ) -> TransferRequest | None:
         try:
             return self._choose(prompt, images, loads=loads, saves=saves)
@@ -405,7 +401,7 @@ class AutomaticRequest:
             return None
 
     def _choose(
-        self, prompt: Sequence[int], images: Sequence[ImagePosition], *, loads: bool, saves: bool
+        self, prompt: Sequence[int], images: Sequence[ImageRef], *, loads: bool, saves: bool
     ) -> TransferRequest | None:
         prompt = with_distinct_images(prompt, images)
         match = self._automatic.find(self._engine, self._tenant, prompt)

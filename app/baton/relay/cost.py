@@ -24,7 +24,7 @@ MEASURE_MOVES_EVERY = 8
 
 
 class Choice(StrEnum):
-    """Whether KV is loaded from the store or prefilled again."""
+    """The choice to load KV from the store, or to prefill it again."""
 
     LOAD = "load"
     RECOMPUTE = "recompute"
@@ -50,7 +50,7 @@ class Decision:
 
     @property
     def loads(self) -> bool:
-        """Whether any tokens are loaded: also of `RECOMPUTE`, a few, to measure how fast that is."""
+        """True if any tokens are loaded: also of `RECOMPUTE`, a few, to measure how fast that is."""
         return self.limit != 0
 
     def public(self) -> dict[str, object]:

@@ -18,7 +18,7 @@ from baton.engines.engine import LocalEngine
 from baton.engines.fleet import Fleet
 from baton.engines.transfers import TransferChooser, TransferRequest
 from baton.errors import InvalidRequest
-from baton.images.client_image import ClientImage
+from baton.images.image import ClientImage
 from baton.library.handoff import Handoff
 from baton.library.library import Library
 from baton.relay.ahead import JoinsAhead
@@ -49,13 +49,11 @@ TakePlace = Callable[[], Awaitable[Ticket]]
 
 @dataclass(frozen=True)
 class Relay:
-    """What one gateway does for requests that use handoffs. `open_relay` makes it.
+    """The door to handoffs: all that one gateway does for requests that use them. `open_relay` makes it.
 
     Attributes:
         settings: the gateway's; of handoffs.
-        library: all handoffs.
         sources: finds those that a request continues.
-        plans: plans requests.
         translations: makes handoffs of what those of other models say.
         rosetta: starts requests from one vector of another model.
         ahead: joins handoffs in the background.
@@ -103,7 +101,6 @@ class Relay:
         """Answer a request with a `handoff` field; the reply holds the `handoff` object.
 
         Args:
-            context: the client and the request's ids.
             options: the field, from `asked`.
             images: the images of the request, in the order of its prompt.
             take_place: called once what the request continues is ready.
@@ -169,7 +166,6 @@ class Relay:
         """Compute a context and save it, without an answer: `POST /v1/handoffs`.
 
         Args:
-            context: the client and the request's ids.
             take_place: called once what the context continues is ready.
 
         Returns:

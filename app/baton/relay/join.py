@@ -17,7 +17,7 @@ from baton.admission.fair_threads import in_own_thread
 from baton.engines.backend import Json
 from baton.engines.engine import LocalEngine
 from baton.errors import BatonError, ContextTooLong, InvalidRequest, TemplateUnsupported
-from baton.images.placed_image import PlacedImage
+from baton.images.image import PlacedImage
 from baton.library.handoff import Conversation, Handoff, common_tokens
 from baton.relay.prompt.chat import Writer
 from baton.relay.prompt.resent import INSTRUCTIONS, fingerprint
@@ -25,16 +25,12 @@ from baton.relay.prompt.text import EngineText, count_images, shift_images
 from baton.relay.sources import Translated
 from baton.telemetry.ids import RequestContext
 
-# Describe the handoffs that are joined, and the context that they make.
-
 
 @dataclass(frozen=True)
 class Part:
     """One of the handoffs that are joined.
 
     Attributes:
-        record: the handoff.
-        where: the field that names it.
         images: the images of its context, in order.
         translated: how it came from a handoff of other weights; None: it is of the engine's.
     """
@@ -51,19 +47,19 @@ class Part:
 
     @property
     def must_be_first(self) -> bool:
-        """Whether it can be joined as the first part alone: what it begins with can be nowhere else."""
+        """True if it can be joined as the first part alone: what it begins with can be nowhere else."""
         conversation = self.record.conversation
         after_text = conversation is not None and conversation.after_text
         return self.record.latent_steps > 0 or after_text or self.begins_with_images
 
     @property
     def begins_with_images(self) -> bool:
-        """Whether its model takes its images at the beginning of a context alone."""
+        """True if its model takes its images at the beginning of a context alone."""
         return any(not image.target for image in self.record.images)
 
     @property
     def is_chat(self) -> bool:
-        """Whether it is a chat whose messages are known."""
+        """True if it is a chat whose messages are known."""
         conversation = self.record.conversation
         return conversation is not None and not conversation.text_only
 
@@ -79,7 +75,6 @@ class JoinedContext:
     """Several contexts as one.
 
     Attributes:
-        tokens: every token id.
         images: the images that the tokens stand for, in order.
         conversation: its messages; None: it is no chat.
         ends: for each part the number of tokens up to its end.
@@ -216,7 +211,7 @@ def _require_short(engine: LocalEngine, parts: Sequence[Part]) -> None:
             raise _too_many_images(engine, len(images), part)
         own = part.record.distinct_tokens
         tokens += len(own) - (common_tokens(first, own) if part is not parts[0] else 0)
-        if max(tokens, len(own)) >= _context_tokens(engine):
+        if max(tokens, len(own)) >= engine.context_tokens:
             raise _too_long(engine, part)
 
 
@@ -232,17 +227,13 @@ def require_fit(engine: LocalEngine, parts: Sequence[Part], joined: JoinedContex
     """
     if len(joined.images) > (most := engine.images.limit):
         raise _too_many_images(engine, len(joined.images), joined.part_at(parts, joined.images[most].offset))
-    if len(joined.tokens) >= _context_tokens(engine):  # a token of an answer must fit too
-        raise _too_long(engine, joined.part_at(parts, _context_tokens(engine) - 1))
-
-
-def _context_tokens(engine: LocalEngine) -> int:
-    return engine.context_tokens
+    if len(joined.tokens) >= engine.context_tokens:  # a token of an answer must fit too
+        raise _too_long(engine, joined.part_at(parts, engine.context_tokens - 1))
 
 
 def _too_long(engine: LocalEngine, part: Part) -> ContextTooLong:
     return ContextTooLong(
-        f"{part.where}: the joined contexts fill this model's context of {_context_tokens(engine)} tokens; "
+        f"{part.where}: the joined contexts fill this model's context of {engine.context_tokens} tokens; "
         "join fewer.",
         param=part.where,
     )

@@ -12,16 +12,14 @@ from baton.engines.backend import Json, Operation
 from baton.engines.engine import LocalEngine
 from baton.engines.transfers import TransferRequest
 from baton.errors import InvalidRequest
-from baton.images.client_image import ClientImage
-from baton.images.image_position import ImagePosition, with_distinct_images
-from baton.images.placed_image import PlacedImage
+from baton.images.image import ClientImage, PlacedImage, with_distinct_images
 from baton.library.handoff import Handoff, common_tokens
 from baton.library.library import Library
 from baton.relay.asked import HandoffOptions, NewHandoff, SaveOptions, part_name
 from baton.relay.audit import Audits
 from baton.relay.cost import Choice, Decision, LoadCost
 from baton.relay.join import JoinedContext, Part, continued_parts, join, require_fit, require_joinable
-from baton.relay.move import moved_parts, require_movable, require_usable_with_moves
+from baton.relay.move import moved_parts, require_usable_with_moves
 from baton.relay.prompt.chat import ContextPrompt, Writer, write_prompt
 from baton.relay.run import JoinedPart, PlannedRequest
 from baton.relay.sources import Source
@@ -29,16 +27,13 @@ from baton.telemetry.ids import RequestContext
 from baton.telemetry.metrics import HandoffMetrics
 from baton_kv.contract import MovedPart
 
-# Describe what a client asked of handoffs, and in which order it joins several.
-
 
 @dataclass(frozen=True)
 class Ask:
-    """What a client asked for.
+    """The wishes of a client, checked.
 
     Attributes:
         operation: an operation that supports handoffs.
-        body: the body of the request.
         parts: the handoffs that it continues, in the order in which they are joined.
         save: how its context is saved; None: it is not.
         latent_steps: number of latent steps after the prompt.
@@ -65,7 +60,7 @@ class Ask:
 
     @property
     def exact(self) -> bool:
-        """Whether all KV that it uses is what the engine would compute."""
+        """True if all KV that it uses is what the engine would compute."""
         return not self.moves and (len(self.parts) != 1 or self.parts[0].record.exact)
 
     @property
@@ -82,13 +77,13 @@ class Ask:
 
     @property
     def joins_alone(self) -> bool:
-        """Whether nothing follows the joined contexts, neither a prompt nor an answer."""
+        """True if nothing follows the joined contexts, neither a prompt nor an answer."""
         text = self.operation is Operation.COMPLETIONS and self.body.get("prompt") is None
         return text and self.prompt_only and len(self.parts) > 1
 
     @property
     def prompt_only(self) -> bool:
-        """Whether the saved context ends before the answer."""
+        """True if the saved context ends before the answer."""
         return self.save is not None and self.save.scope == "prompt"
 
     @property
@@ -140,10 +135,8 @@ class Plans:
     """Plans the requests of one gateway.
 
     Attributes:
-        handoffs: all handoffs.
         cost: decides whether KV is loaded or prefilled.
         metrics: where handoffs are counted.
-        settings: limits of handoffs.
         audits: computes some answers again.
     """
 
@@ -166,8 +159,6 @@ class Plans:
         """Plan a request with a `handoff` field.
 
         Args:
-            context: the client and the request's ids.
-            options: the `handoff` field.
             images: the images of the request, in the order of its prompt.
 
         Raises:
@@ -178,8 +169,6 @@ class Plans:
         wanted = Ask(operation, body, parts, options.saving, options.latent_steps, moves=moves)
         if not wanted.exact:
             require_usable_with_moves(operation, body, options.latent_steps)
-        if moves:
-            require_movable(engine, "handoff.join")
         if wanted.steps_of_context and body.get("prompt_logprobs") is not None:
             raise InvalidRequest(
                 "'prompt_logprobs' cannot be used with latent steps: leave it out.", param="prompt_logprobs"
@@ -200,7 +189,6 @@ class Plans:
 
         Args:
             engine: see `open`, as for the others.
-            context: the client and the request's ids.
             target: the handoff to save, from `begin_joined`; None: it is registered here.
 
         Raises:
@@ -208,8 +196,6 @@ class Plans:
         """
         operation = Operation.COMPLETIONS if options.messages is None else Operation.CHAT
         save = SaveOptions(ttl_s=options.ttl_s, pin=options.pin, label=options.label, scope="prompt")
-        if moves := options.join == "moved" and len(sources) > 1:
-            require_movable(engine, "join")
         wanted = Ask(
             operation,
             body,
@@ -217,7 +203,7 @@ class Plans:
             save,
             options.latent_steps,
             answered=operation is not Operation.CHAT,
-            moves=moves,
+            moves=options.join == "moved" and len(sources) > 1,
             target=target,
         )
         if not wanted.exact:
@@ -245,9 +231,6 @@ class Plans:
         save: SaveOptions,
     ) -> PlannedRequest:
         """Plan to compute and save what a handoff of other weights says.
-
-        Args:
-            context: the client and the request's ids.
 
         Raises:
             BatonError: the context cannot be computed; nothing was registered.
@@ -356,7 +339,9 @@ class Plans:
         for part in parts:
             found = await self.handoffs.images(part.record) if part.where not in continued else []
             # Bytes of an image that several parts hold are kept once.
-            images.append([replace(each, image=known.setdefault(each.digest, each.image)) for each in found])
+            images.append(
+                [replace(each, image=known.setdefault(each.image.digest, each.image)) for each in found]
+            )
         read = [replace(part, images=theirs) for part, theirs in zip(parts, images, strict=True)]
         joined = await join(engine, context, read, continued)
         require_fit(engine, parts, joined)
@@ -384,7 +369,7 @@ class Plans:
             return None
         shared = None
         if prompt.tokens is not None:
-            images = [ImagePosition(each.digest, each.offset, each.length) for each in prompt.images]
+            images = [each.ref for each in prompt.images]
             shared = common_tokens(source.distinct_tokens, with_distinct_images(prompt.tokens, images))
         decision = self.cost.decide(engine, source, shared, self.handoffs.skipped_fetch_s(source))
         self.metrics.decisions.labels(decision.choice.value).inc()
@@ -429,9 +414,6 @@ def _require_few_steps(steps: int, settings: HandoffSettings) -> None:
 
     Args:
         steps: number of steps, with those of the handoff that it continues.
-
-    Raises:
-        InvalidRequest: there are more.
     """
     most = max(LATENT_STEPS_PER_CONTEXT, settings.latent_steps_max)
     if steps > most:
@@ -443,11 +425,7 @@ def _require_few_steps(steps: int, settings: HandoffSettings) -> None:
 
 
 def _require_few_images(engine: LocalEngine, images: Sequence[PlacedImage]) -> None:
-    """Refuse more images, in the handoff and the request together, than the model takes.
-
-    Raises:
-        InvalidRequest: there are more.
-    """
+    """Refuse more images, in the handoff and the request together, than the model takes."""
     found, most = len(images), engine.images.limit
     if found > most:
         raise InvalidRequest(
@@ -458,12 +436,8 @@ def _require_few_images(engine: LocalEngine, images: Sequence[PlacedImage]) -> N
 
 
 def _require_light_images(images: Sequence[PlacedImage], settings: HandoffSettings) -> None:
-    """Refuse images that are too large to save, before the engine begins.
-
-    Raises:
-        InvalidRequest: they take more bytes than a handoff may hold.
-    """
-    size = sum({image.digest: len(image.image.data) for image in images}.values())
+    """Refuse images that are too large to save, before the engine begins."""
+    size = sum({each.image.digest: len(each.image.data) for each in images}.values())
     if size > (most := settings.image_bytes):
         raise InvalidRequest(
             f"The context's images take {size} bytes; a handoff may hold at most {most} "
@@ -477,9 +451,6 @@ def _require_light_parts(parts: Sequence[Part], settings: HandoffSettings) -> No
 
     Args:
         parts: the handoffs, in the order in which they are joined.
-
-    Raises:
-        InvalidRequest: they do; `param` names the part that passes the limit.
     """
     sizes = dict[str, int]()
     for part in parts:

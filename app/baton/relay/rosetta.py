@@ -18,7 +18,7 @@ from baton.engines.backend import EngineState, Json, Operation, WholeReply
 from baton.engines.engine import LocalEngine
 from baton.engines.transfers import TransferRequest
 from baton.errors import GenerationFailed, HandoffIncompatible, InvalidRequest, OperationUnsupported
-from baton.images.client_image import ClientImage
+from baton.images.image import ClientImage
 from baton.library.handoff import Handoff
 from baton.library.library import Library
 from baton.relay.asked import WRITTEN_BY_THE_ENGINE, HandoffOptions
@@ -40,9 +40,6 @@ class Rosetta:
     """Plans requests that start from another model's last thought.
 
     Attributes:
-        engines: the engines of the gateway.
-        handoffs: all handoffs.
-        plans: plans requests.
         admission: gives places at the engines.
         enabled: whether the settings allow it.
     """
@@ -114,7 +111,6 @@ class Rosetta:
         """Plan a request that starts from the last thought of a handoff; call it before it takes a place.
 
         Args:
-            context: the client and the request's ids.
             images: the images of the request, in the order of its prompt.
 
         Raises:
@@ -210,11 +206,7 @@ class Rosetta:
 
 
 async def _in_their_tokens(ours: EngineText, theirs: EngineText, chances: dict[int, float]) -> Mixture:
-    """Return a distribution over one model's tokens as a mixture of another's, of those that both have.
-
-    Raises:
-        HandoffIncompatible: they share none of these tokens.
-    """
+    """Return a distribution over one model's tokens as a mixture of another's, of those that both have."""
     found: dict[int, float] = {}
     for token, chance in chances.items():
         text = await ours.detokenize([token])

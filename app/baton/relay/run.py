@@ -95,7 +95,6 @@ class JoinedPart:
     """One of several handoffs that a request continues.
 
     Attributes:
-        part: the handoff.
         end: number of the prompt's tokens up to the end of its part.
         moved: what of its KV is moved to its place; None: nothing.
     """
@@ -130,16 +129,10 @@ class PlannedRequest:
     """One planned request with a handoff. `Plans` creates it; call `run` or `compute` once.
 
     Attributes:
-        handoffs: all handoffs.
         metrics: where handoffs are counted.
         audits: computes some answers again.
-        engine: the engine that answers.
-        context: the client and the request's ids.
-        prompt: the whole prompt.
         transfer: the KV that the engine is to load and save, and its report.
-        source: the handoff that it continues.
         decision: whether the source's KV is loaded.
-        target: the handoff that it saves.
         translated: how the source came from a handoff of other weights; None: it is of the engine's.
         parts: the handoffs that were joined, the source first; empty: none were.
         thought: `handoff.source` of a request that starts from one vector; None: it starts from none.
@@ -299,7 +292,7 @@ class PlannedRequest:
 
     @property
     def exact(self) -> bool:
-        """Whether the KV that the answer started from is what the engine would compute of its tokens.
+        """True if the KV that the answer started from is what the engine would compute of its tokens.
 
         Where it might not be, the prefix cache is the request's own, so that its loads alone decide.
         """

@@ -26,7 +26,6 @@ class SameStore:
     """Knows which gateways have proved that they use this one's store.
 
     Attributes:
-        handoffs: with the store.
         proved: until when an engine's gateway is trusted with a tenant's handoffs sent with a certain key, by
             monotonic seconds.
     """

@@ -13,12 +13,10 @@ from baton.library.handoff import Handoff, HandoffState
 from baton.library.library import Library
 from baton.relay.asked import part_name
 
-# Describe what a request continues: a handoff, or one that was made from what another model's says.
-
 
 @dataclass(frozen=True)
 class Translated:
-    """How a handoff came from that of another model.
+    """The way in which a handoff came from that of another model.
 
     Attributes:
         source: the handoff of the other model, which the client named.
@@ -133,7 +131,6 @@ class Sources:
     """Finds handoffs for the requests of one gateway.
 
     Attributes:
-        handoffs: all handoffs.
         wait_s: seconds that a request waits for a pending one.
     """
 

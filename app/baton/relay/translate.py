@@ -1,4 +1,4 @@
-"""Let a model continue a handoff of another model: by its text, never by its KV.
+"""Translate a handoff for another model, which continues it by its text, never by its KV.
 
 What the handoff says is written by the other model's own template and tokenizer, computed once, and kept as a
 handoff of that model, which lives as long as the one it was made from. KV never crosses from one model's
@@ -18,8 +18,7 @@ from baton.admission.tenants import Admission, Ticket
 from baton.engines.backend import EngineState, Json
 from baton.engines.engine import LocalEngine
 from baton.errors import BatonError, HandoffIncompatible, HandoffNotFound
-from baton.images.client_image import ClientImage
-from baton.images.placed_image import PlacedImage
+from baton.images.image import ClientImage, PlacedImage
 from baton.library.handoff import Handoff, HandoffState
 from baton.library.library import Library
 from baton.relay.asked import SaveOptions, part_name
@@ -34,7 +33,7 @@ from baton.telemetry.ids import RequestContext, new_request_id
 
 @dataclass(frozen=True)
 class Spoken:
-    """What a context says.
+    """A context as words.
 
     Attributes:
         body: a chat's `messages` with the fields that its template reads; None: it is a plain text.
@@ -202,11 +201,7 @@ class Translations:
         return await self._make(engine, context, record, prompt, save)
 
     async def _spoken(self, context: RequestContext, record: Handoff) -> Spoken:
-        """Read what a handoff says, with an engine of its weights.
-
-        Raises:
-            HandoffIncompatible: no engine here has its tokenizer.
-        """
+        """Read what a handoff says, with an engine of its weights."""
         theirs = [each for each in self._engines if each.weights == record.weights]
         if not theirs:
             raise HandoffIncompatible(

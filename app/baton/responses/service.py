@@ -100,7 +100,7 @@ class StoredResponses:
 
     @property
     def stores(self) -> bool:
-        """Whether responses are stored at all."""
+        """True if responses are stored at all."""
         return self._store is not None
 
     async def keep(self, request: ResponseRequest, body: Json) -> Json:

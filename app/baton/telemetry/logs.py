@@ -130,7 +130,6 @@ class EngineOutput:
     process's error the first line is logged, everything else only at level debug.
 
     Attributes:
-        last_lines: the last `KEPT_LINES` lines.
         terminal: the process's original stderr.
     """
 

@@ -13,9 +13,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from baton import __version__
 from baton_kv.contract import Transfer, TransferFailure, TransferOutcome
 
-# Label values and histogram buckets that several metrics share.
-
-
 OTHER = "other"
 """The label value for what is not in a closed list: the number of series never grows with traffic."""
 NOBODY = "none"
@@ -25,24 +22,15 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 
 """Upper bounds of the buckets of durations."""
 
 
-# Metrics of the queues that requests wait in.
-
-
 class AdmissionMetrics:
     """The series of the queues for engines."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.waiting = Gauge(
-            "baton_admission_waiting",
-            "Requests that wait for the engine.",
-            ("engine",),
-            registry=registry,
+            "baton_admission_waiting", "Requests that wait for the engine.", ("engine",), registry=registry
         )
         self.running = Gauge(
-            "baton_admission_running",
-            "Requests that the engine works on.",
-            ("engine",),
-            registry=registry,
+            "baton_admission_running", "Requests that the engine works on.", ("engine",), registry=registry
         )
         self.seconds = Histogram(
             "baton_admission_wait_seconds",
@@ -75,9 +63,6 @@ class QueueMetrics:
             buckets=SECONDS,
             registry=registry,
         )
-
-
-# Count the exchanges with a store elsewhere: the series that each such store has.
 
 
 class FarStoreMetrics:
@@ -139,9 +124,6 @@ class FarStoreMetrics:
         self._bytes.labels(direction).inc(size)
 
 
-# Count the exchanges with the archive of handoffs.
-
-
 ARCHIVE_ERRORS = {
     "timeout": "",
     "error": "",
@@ -178,9 +160,6 @@ class ArchiveMetrics(FarStoreMetrics):
         self._handoffs.labels(what).inc()
 
 
-# Count the exchanges with the shared store of handoffs.
-
-
 STORE_ERRORS = {
     "timeout": "",
     "full": "",
@@ -197,15 +176,12 @@ class SharedStoreMetrics(FarStoreMetrics):
         super().__init__(registry, "baton_shared_store", "the shared store", STORE_ERRORS)
 
 
-# Metrics of audits, which compute some answers again without stored KV.
-
-
 NATS = (1e-6, 1e-5, 1e-4, 1e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 """Upper bounds of the buckets of a log probability's difference, in nats."""
 
 
 class AuditResult(StrEnum):
-    """How an audit ended."""
+    """The result of an audit."""
 
     MATCH = "match"
     MISMATCH = "mismatch"
@@ -237,9 +213,6 @@ class AuditMetrics:
         self._audits.labels(result.value).inc(number)
 
 
-# Metrics of the images in requests.
-
-
 class ImageMetrics:
     """The series of images in requests."""
 
@@ -264,9 +237,6 @@ class ImageMetrics:
             buckets=SECONDS,
             registry=registry,
         )
-
-
-# Metrics of requests that run through an IO processor plugin.
 
 
 UNIT = re.compile(r"[a-z][a-z_]{0,31}")
@@ -334,9 +304,6 @@ class PoolingMetrics:
             self._amounts.labels(engine, unit).inc(amount)
 
 
-# Count the requests that are sent on to a server elsewhere.
-
-
 OUTCOMES = ("answered", "refused", "busy", "failed", "unreachable", "timeout", "cancelled")
 
 
@@ -371,9 +338,6 @@ class RemoteMetrics:
         self._first_byte.labels(self._engine).observe(seconds)
 
 
-# Metrics of stored responses.
-
-
 class ResponseMetrics:
     """The series of stored responses."""
 
@@ -388,11 +352,6 @@ class ResponseMetrics:
             self.stored.labels(result)
         self.number = Gauge("baton_responses", "Stored responses.", registry=registry)
         self.bytes = Gauge("baton_responses_bytes", "Bytes that stored responses take.", registry=registry)
-
-
-# The metrics of one gateway: requests, tenants, engines, handoffs and their transfers.
-#
-# Those of images, plugins and queues stand in files of their own; `page.py` writes the page for all.
 
 
 FAILURES = tuple(kind for kind in TransferFailure if kind is not TransferFailure.GIVEN_UP)
@@ -423,10 +382,7 @@ class RequestMetrics:
             registry=registry,
         )
         self.in_flight = Gauge(
-            "baton_http_requests_in_flight",
-            "Requests being answered now.",
-            ("route",),
-            registry=registry,
+            "baton_http_requests_in_flight", "Requests being answered now.", ("route",), registry=registry
         )
         self.rejections = Counter(
             "baton_rejections_total",

@@ -19,7 +19,6 @@ class MergedRegistry:
     """Several registries read as one: families of the same name become one family.
 
     Attributes:
-        registries: the registries to read.
         prefixes: of the names of the families to show.
     """
 

@@ -20,7 +20,7 @@ LONGEST = 64
 
 
 class HandoffHeader:
-    """What a transport adds to requests, and keeps of responses.
+    """The header that a transport adds to requests, and the ids that it keeps of responses.
 
     Args:
         remember: number of ids that are kept; the oldest go first.

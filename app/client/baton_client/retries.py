@@ -24,7 +24,7 @@ IF_ASKED = 409
 
 @dataclass(frozen=True)
 class Retries:
-    """When calls are sent again.
+    """The rules by which calls are sent again.
 
     Attributes:
         limit: how often at most; 0: never.

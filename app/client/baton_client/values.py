@@ -61,7 +61,7 @@ class Handoff:
 
 @dataclass(frozen=True)
 class Source:
-    """Where the KV of the handoff that a request started from came from.
+    """The source of the KV of the handoff that a request started from.
 
     Attributes:
         id: of the handoff.
@@ -121,7 +121,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a scene's upload, or the download of its answer, has come.
+    """The progress of a scene's upload, or of the download of its answer.
 
     Between the last `sending` and the first `receiving` the gateway computes; it reports nothing meanwhile.
 
@@ -138,7 +138,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class SceneAnswer:
-    """What a plugin made of a scene.
+    """The answer of a plugin to a scene.
 
     Attributes:
         media_type: of the answer, such as `image/tiff`.

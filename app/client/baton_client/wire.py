@@ -24,7 +24,7 @@ WORTH_RESENDING = (httpx.NetworkError, httpx.RemoteProtocolError, httpx.ConnectT
 
 
 class Options(TypedDict):
-    """What sync and async httpx clients are made with."""
+    """The options with which sync and async httpx clients are made."""
 
     base_url: str
     headers: dict[str, str]

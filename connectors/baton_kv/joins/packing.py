@@ -29,7 +29,7 @@ class PackingUnknown(Exception):
 
 @dataclass(frozen=True)
 class Steps:
-    """Where one axis goes on in memory.
+    """The steps of one axis in memory.
 
     Attributes:
         length: number of places.
@@ -68,7 +68,7 @@ class Steps:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the keys, or the values, of a block are in its slab.
+    """The places of a block's keys, or values, in its slab.
 
     Attributes:
         base: index of the first value of the first token.
@@ -146,7 +146,7 @@ class Layout:
 
 
 class SlabPacking:
-    """Where a slab holds its keys and values.
+    """The packing of keys and values in a slab.
 
     Args:
         keys: index in the slab of each value of the keys, `[tokens, head size]`.

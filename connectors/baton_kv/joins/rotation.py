@@ -75,7 +75,7 @@ class Rotation:
 
 @dataclass(frozen=True)
 class KeyMover:
-    """How one engine's keys are moved.
+    """The way in which one engine's keys are moved.
 
     Attributes:
         packing: where a slab holds its keys and values.

@@ -69,11 +69,7 @@ def make_mover(model: Any, config: VllmConfig, rows_a_block: int) -> tuple[KeyMo
 
 
 def _require_plain(config: VllmConfig, rows_a_block: int) -> None:
-    """Refuse engines whose KV is not one token's, or not in this process alone.
-
-    Raises:
-        MovesUnsupported: the message says why.
-    """
+    """Refuse engines whose KV is not one token's, or not in this process alone."""
     if not current_platform.is_cpu():
         raise MovesUnsupported("KV is moved on CPUs only")
     if config.parallel_config.tensor_parallel_size > 1:
@@ -87,11 +83,7 @@ def _require_plain(config: VllmConfig, rows_a_block: int) -> None:
 
 
 def _require_plain_attention(layers: dict[str, Any]) -> None:
-    """Refuse layers whose KV is more, or other, than keys and values of the layer's own.
-
-    Raises:
-        MovesUnsupported: the message says why.
-    """
+    """Refuse layers whose KV is more, or other, than keys and values of the layer's own."""
     if not layers or not all(type(layer.impl) is CPUAttentionBackendImpl for layer in layers.values()):
         raise MovesUnsupported("the model's layers have no keys and values of their own")
     impls = [layer.impl for layer in layers.values()]
@@ -106,11 +98,7 @@ def _require_plain_attention(layers: dict[str, Any]) -> None:
 
 
 def _rotation(model: Any, head_size: int, config: VllmConfig, *, by_values: bool) -> Rotation:
-    """Return the model's position embedding.
-
-    Raises:
-        MovesUnsupported: it has several, or one of another kind.
-    """
+    """Return the model's position embedding."""
     found = {
         id(module): module for module in model.modules() if isinstance(module, RotaryEmbeddingBase)
     }.values()
@@ -128,11 +116,7 @@ def _rotation(model: Any, head_size: int, config: VllmConfig, *, by_values: bool
 
 
 def _learn(layer: Any, block_size: int) -> SlabPacking:
-    """Learn how a layer's blocks are packed.
-
-    Raises:
-        MovesUnsupported: the backend does not store keys and values as they are.
-    """
+    """Learn how a layer's blocks are packed."""
 
     def write(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor) -> None:
         key_cache, value_cache = cache.view(1, 1, 2 * block_size, -1).chunk(2, dim=2)

@@ -21,7 +21,7 @@ MANY_ENTRIES = 512
 
 @dataclass(frozen=True)
 class Held:
-    """What a store held when it was listed last. What was removed since then only makes more room.
+    """The entries of a store when it was listed last. What was removed since then only makes more room.
 
     Attributes:
         size: bytes of its files.

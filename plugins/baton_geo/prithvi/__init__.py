@@ -1,7 +1,7 @@
 """The Prithvi-EO family of models in plain torch: configuration, encoder, FCN decoder, checkpoints."""
 
-from baton_geo.prithvi.checkpoint import load, read_checkpoint
+from baton_geo.prithvi.checkpoint import load
 from baton_geo.prithvi.config import DecoderConfig, PrithviConfig, card_of
 from baton_geo.prithvi.model import PrithviSegmenter
 
-__all__ = ["DecoderConfig", "PrithviConfig", "PrithviSegmenter", "card_of", "load", "read_checkpoint"]
+__all__ = ["DecoderConfig", "PrithviConfig", "PrithviSegmenter", "card_of", "load"]

@@ -87,10 +87,8 @@ class PrithviConfig(ReadOnlyModel):
         img_size: height and width of the position table, pixels; other sizes are interpolated.
         num_frames: time steps.
         patch_size: time steps, rows and columns of one patch.
-        in_chans: bands.
         embed_dim: width of a token.
         depth: transformer blocks.
-        num_heads: attention heads.
         mlp_ratio: width of a block's hidden layer over `embed_dim`.
         coords_encoding: coordinates that the encoder takes beside the pixels.
         coords_scale_learn: whether the weight of those encodings is a parameter.
@@ -142,12 +140,12 @@ class PrithviConfig(ReadOnlyModel):
 
     @property
     def has_time(self) -> bool:
-        """Whether the encoder takes dates."""
+        """True if the encoder takes dates."""
         return "time" in self.coords_encoding
 
     @property
     def has_location(self) -> bool:
-        """Whether the encoder takes the place."""
+        """True if the encoder takes the place."""
         return "location" in self.coords_encoding
 
     def grid_of(self, shape: Sequence[int]) -> tuple[int, int, int]:

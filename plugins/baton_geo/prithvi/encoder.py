@@ -59,7 +59,6 @@ def resized_positions(positions: Tensor, grid: PatchGrid, wanted: PatchGrid) -> 
 
     Args:
         positions: (1, 1 + N, dim), the table of `grid`.
-        grid: of `positions`.
 
     Returns:
         (1, 1 + M, dim) float32, on the device of `positions`; `positions` itself if the grids are equal.

@@ -35,10 +35,8 @@ class ForkedChild:
     """A child that was not reaped yet.
 
     Attributes:
-        pid: process id of the child.
         alive: read end of a pipe whose write end only the child holds; it becomes readable when the child
             ends.
-        lifeline: socket to the gateway.
     """
 
     pid: int

@@ -48,8 +48,6 @@ class SceneRequest(Message):
     """A request to open one raster.
 
     Attributes:
-        card: of the model.
-        limits: of the request.
         indices: indices of the bands to use, from 0 in file order; None: by name, else by order.
         scale: a pixel's value is number * scale + offset; one for all bands or one a band, in the model's
             order; None and `offset` None: as the file states.
@@ -83,7 +81,6 @@ class SceneInfo(Message):
         nodata: the nodata value of the file, else of the card.
         names: of the file's bands.
         bands: indices from 0 of the bands used, in the order of the model.
-        tiles: number of tiles.
         latitude: of the centre, degrees north on WGS 84; None without a CRS.
         longitude: of the centre, degrees east.
         acquired: date or date and time of acquisition, ISO 8601; None: the file has none.
@@ -110,7 +107,6 @@ class ClassCount(Message):
     """The pixels and area of one class.
 
     Attributes:
-        name: of the class.
         pixels: number of the mask's pixels of the class.
         share: of the pixels that are not nodata, 0 to 1.
         hectares: area on the ground; None if the size of a pixel is unknown.
@@ -136,7 +132,6 @@ class Products(Tally):
     Attributes:
         mask: GeoTIFF with one band of bytes: each pixel's class, or the card's `mask_nodata`.
         probabilities: GeoTIFF with a band of bytes per class: 0 to 250 with a scale of 1/250; 255 is nodata.
-        preview: PNG.
     """
 
     mask: Path | None = None

@@ -13,11 +13,12 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from PIL import Image
+from safetensors.torch import load_file
 from support.rasters import RGB, geotiff, opened
 from support.torch_pipeline import torch_chances, torch_mask
 
 from baton_geo.card import Card
-from baton_geo.prithvi import PrithviConfig, PrithviSegmenter, load, read_checkpoint
+from baton_geo.prithvi import PrithviConfig, PrithviSegmenter, load
 from baton_geo.raster.decoders import Decoders
 from baton_geo.raster.messages import SceneRequest
 
@@ -35,7 +36,7 @@ def through_the_product(model_folder: Path, content: bytes, scratch: Path) -> ND
     """The mask by way of a raster child, one torch forward a tile instead of an engine."""
     config = json.loads((model_folder / "config.json").read_text())
     model = PrithviSegmenter(PrithviConfig.from_hf(config)).eval()
-    load(model, read_checkpoint(model_folder / "model.safetensors").items())
+    load(model, load_file(model_folder / "model.safetensors").items())
     scratch.mkdir()
     (scratch / "scene").write_bytes(content)
     decoders = Decoders(1, 5, scratch)

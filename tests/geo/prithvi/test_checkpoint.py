@@ -1,19 +1,16 @@
-"""Published checkpoints: their names, wrappings and files, and what is wrong with one."""
+"""Published checkpoints: their names and wrappings, and what is wrong with one."""
 
 from __future__ import annotations
 
-import pickle
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from baton_geo.prithvi import PrithviSegmenter, load, read_checkpoint
+from baton_geo.prithvi import PrithviSegmenter, load
 
 if TYPE_CHECKING:
     from conftest import Reference
@@ -73,22 +70,14 @@ def test_the_pretrainings_decoder_is_dropped(reference: Reference) -> None:
     assert loaded == set(reference.weights)
 
 
-@pytest.mark.parametrize("flat", [False, True])
-def test_a_pretrained_encoder_is_taken_out(reference: Reference, flat: bool) -> None:
-    """The encoder must load out of a whole auto-encoder, under 2.0's names and under 1.0's flat ones."""
-    published = reference.pretraining | {
-        name: value for name, value in reference.weights.items() if name.startswith("encoder.")
-    }
-    if flat:
-        published = {re.sub(r"^(encoder|decoder)\.", "", name): value for name, value in published.items()}
-        assert {"cls_token", "mask_token", "decoder_embed.weight"} <= published.keys()
+def test_1_0s_flat_names_are_the_encoders(reference: Reference) -> None:
+    """1.0 names the encoder's parameters, and those of the pre-training's decoder, without a prefix."""
+    flat = {re.sub(r"^(encoder|decoder)\.", "", name): value for name, value in reference.pretraining.items()}
+    assert {"mask_token", "decoder_embed.weight"} <= flat.keys()
+    flat |= {name.removeprefix("encoder."): value for name, value in reference.weights.items()}
     model = reference.fresh()
-    loaded = load(model.encoder, published.items())
-    assert loaded == set(model.encoder.state_dict())
-    assert all(
-        torch.equal(value, reference.weights[f"encoder.{name}"])
-        for name, value in model.encoder.state_dict().items()
-    )
+    assert load(model, flat.items()) == set(reference.weights)
+    assert same(model, reference.weights)
 
 
 def test_positions_of_another_size_are_not_taken(v1: Reference) -> None:
@@ -144,69 +133,3 @@ def test_a_long_list_is_cut(v1: Reference) -> None:
     with pytest.raises(ValueError, match=r"layers\.4\.weight: unknown; and 344 more$") as caught:
         load(v1.fresh(), others.items())
     assert len(str(caught.value)) < 300
-
-
-@pytest.mark.parametrize("suffix", [".safetensors", ".pt", ".pth", ".ckpt", ".bin"])
-def test_every_kind_of_file_is_read(v1: Reference, tmp_path: Path, suffix: str) -> None:
-    """A checkpoint file must give the tensors that were saved, a Lightning table's entries included."""
-    file = tmp_path / f"weights{suffix}"
-    if suffix == ".safetensors":
-        save_file(v1.weights, file)
-    else:
-        torch.save({"state_dict": prefixed("model.", v1.weights), "epoch": 3}, file)
-    model = v1.fresh()
-    load(model, read_checkpoint(file).items())
-    assert same(model, v1.weights)
-
-
-class Trap:
-    """Runs something when it is unpickled."""
-
-    def __reduce__(self) -> tuple[Any, tuple[Path]]:
-        return (Path.touch, (Path("sprung"),))
-
-
-def test_code_in_a_checkpoint_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint that holds more than weights must be refused, and nothing in it run."""
-    monkeypatch.chdir(tmp_path)
-    file = tmp_path / "trap.pt"
-    torch.save({"state_dict": {"x": torch.ones(1)}, "trap": Trap()}, file)
-    with pytest.raises(ValueError, match=r"^trap\.pt: not a readable checkpoint \(UnpicklingError\)"):
-        read_checkpoint(file)
-    (tmp_path / "old.pt").write_bytes(pickle.dumps({"trap": Trap()}))
-    with pytest.raises(ValueError, match=r"^old\.pt: not a readable checkpoint"):
-        read_checkpoint(tmp_path / "old.pt")
-    assert not (tmp_path / "sprung").exists()
-
-
-@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
-@pytest.mark.parametrize("kept", [0, 1, 100, 0.5, 0.99])
-def test_a_truncated_file_is_refused(v1: Reference, tmp_path: Path, suffix: str, kept: float) -> None:
-    """A file cut short anywhere must be refused by name, with nothing loaded from its first part."""
-    file = tmp_path / f"cut{suffix}"
-    if suffix == ".safetensors":
-        save_file(v1.weights, file)
-    else:
-        torch.save(v1.weights, file)
-    whole = file.read_bytes()
-    file.write_bytes(whole[: kept if isinstance(kept, int) else int(kept * len(whole))])
-    with pytest.raises(ValueError, match=f"^cut{suffix}: not a readable checkpoint"):
-        read_checkpoint(file)
-
-
-@pytest.mark.parametrize("held", [[torch.ones(1)], torch.ones(1), {}, {"epoch": 3}, {"state_dict": {}}])
-def test_a_file_without_weights_is_refused(tmp_path: Path, held: Any) -> None:
-    """A file that holds no table of tensors must be refused as that."""
-    file = tmp_path / "empty.pt"
-    torch.save(held, file)
-    with pytest.raises(ValueError, match=r"^empty\.pt: holds no table of tensors"):
-        read_checkpoint(file)
-
-
-def test_another_kind_of_file_is_refused(tmp_path: Path) -> None:
-    """A file of another suffix must be refused unread; one that is not there is the system's error."""
-    with pytest.raises(ValueError, match=r"^weights\.h5: neither \.safetensors nor \.pt"):
-        read_checkpoint(tmp_path / "weights.h5")
-    for name in ("gone.safetensors", "gone.pt"):
-        with pytest.raises(FileNotFoundError):
-            read_checkpoint(tmp_path / name)

@@ -6,6 +6,7 @@ import asyncio
 import ipaddress
 
 import pytest
+from geo.sources.fetching import at_url
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -13,7 +14,7 @@ from baton_fetch import addresses
 from baton_fetch.addresses import AllowedHosts, Target, is_public
 from baton_geo.errors import SourceRefused
 from baton_geo.settings import GeoSettings
-from baton_geo.sources import RasterFetcher, fetch_errors
+from baton_geo.sources import Sources, fetch_errors
 
 HOSTS = AllowedHosts(
     ["example.org", "*.tiles.example.net", "mirror.example.org:8443", "203.0.113.7", "[2001:db8::7]:8080"]
@@ -169,7 +170,7 @@ def test_plain_http_needs_the_operator() -> None:
 def test_without_allowed_hosts_every_address_is_refused() -> None:
     """A server whose operator lists no host must take no address, and say what to send instead."""
     with pytest.raises(SourceRefused, match="send the raster itself"):
-        asyncio.run(RasterFetcher(GeoSettings()).fetch("https://example.org/a"))
+        asyncio.run(Sources(GeoSettings()).open(at_url("https://example.org/a")))
 
 
 @pytest.mark.fault("F6")
@@ -276,4 +277,4 @@ def test_a_private_address_needs_its_own_entry() -> None:
 def test_entries_that_are_no_hosts_are_the_operators_to_mend(entry: str) -> None:
     """A list entry that could never match must stop the start, not wait for a client to wonder."""
     with pytest.raises(ValueError, match=r"baton_geo\.allowed_hosts"):
-        RasterFetcher(GeoSettings(allowed_hosts=(entry,)))
+        Sources(GeoSettings(allowed_hosts=(entry,)))

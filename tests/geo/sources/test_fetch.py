@@ -7,11 +7,11 @@ import socket
 from pathlib import Path
 
 import pytest
-from geo.sources.fetching import NAME, Setup
+from geo.sources.fetching import NAME, Setup, at_url
 from geo.sources.hosts import RASTER, left, page, redirect, settings
 
 from baton_geo.errors import SourceFailed, SourceRefused
-from baton_geo.sources import RasterFetcher, system_resolver
+from baton_geo.sources import Sources, system_resolver
 
 
 def test_a_file_arrives_whole(at: Setup) -> None:
@@ -35,10 +35,10 @@ async def test_many_at_once_get_their_own(at: Setup) -> None:
     for i in range(20):
         at.good.pages[f"/{i}"] = page(b"%d," % i * 50_000)
 
-    fetcher = at.fetcher()
+    sources = at.sources()
     urls = [f"http://{NAME}:{at.good.port}/{i}" for i in range(20)]
     found = []
-    for spooled in await asyncio.gather(*map(fetcher.fetch, urls)):
+    for spooled in await asyncio.gather(*(sources.open(at_url(url)) for url in urls)):
         with spooled:
             found.append(spooled.path.read_bytes())
     assert found == [b"%d," % i * 50_000 for i in range(20)]
@@ -49,14 +49,14 @@ def test_from_synchronous_code(at: Setup) -> None:
     """Plain vLLM's hooks are synchronous and run inside its event loop; both ways must work."""
 
     async def inside_a_loop() -> bytes:
-        with at.fetcher().fetch_sync(at.url) as spooled:
+        with at.sources().open_sync(at_url(at.url)) as spooled:
             return spooled.path.read_bytes()
 
     assert asyncio.run(inside_a_loop()) == RASTER
-    with at.fetcher().fetch_sync(at.url) as spooled:
+    with at.sources().open_sync(at_url(at.url)) as spooled:
         assert spooled.path.read_bytes() == RASTER
     with pytest.raises(SourceFailed, match="404"):
-        at.fetcher().fetch_sync(at.url + "x")
+        at.sources().open_sync(at_url(at.url + "x"))
     assert left(at.spool) == []
 
 
@@ -180,11 +180,11 @@ def test_dns_rebinding_on_a_redirect_is_refused(at: Setup) -> None:
 @pytest.mark.fault("F6")
 async def test_addresses_of_the_machines_resolver_are_checked(at: Setup) -> None:
     """`localhost`, resolved by the machine itself, must be refused though the operator listed the name."""
-    fetcher = RasterFetcher(settings(at.spool, f"localhost:{at.good.port}"))
+    sources = Sources(settings(at.spool, f"localhost:{at.good.port}"))
     with pytest.raises(
         SourceRefused, match=r"resolves to a private address; .* baton_geo\.allowed_hosts too"
     ):
-        await fetcher.fetch(f"http://localhost:{at.good.port}/scene.tif")
+        await sources.open(at_url(f"http://localhost:{at.good.port}/scene.tif"))
     assert at.good.connects == 0
     assert "127.0.0.1" in await system_resolver("localhost", 80)
 
@@ -202,12 +202,12 @@ async def test_the_next_address_is_tried(at: Setup) -> None:
     """Where the first address takes no connection, another of the same answer must serve."""
     at.names.table[NAME] = [["127.0.0.3", "127.0.0.1"]]
     port = at.good.port
-    fetcher = at.fetcher(f"{NAME}:{port}", f"127.0.0.3:{port}", f"127.0.0.1:{port}")
-    with await fetcher.fetch(at.url) as spooled:
+    sources = at.sources(f"{NAME}:{port}", f"127.0.0.3:{port}", f"127.0.0.1:{port}")
+    with await sources.open(at_url(at.url)) as spooled:
         assert spooled.path.read_bytes() == RASTER
 
 
 def test_the_operators_mistakes_show_at_the_start(tmp_path: Path) -> None:
     """A list entry that is no host must stop the plugin from being set up."""
     with pytest.raises(ValueError, match=r"baton_geo\.allowed_hosts"):
-        RasterFetcher(settings(tmp_path, "https://example.org"))
+        Sources(settings(tmp_path, "https://example.org"))

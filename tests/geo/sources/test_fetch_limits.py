@@ -7,11 +7,11 @@ import gzip
 import time
 
 import pytest
-from geo.sources.fetching import NAME, Setup
+from geo.sources.fetching import NAME, Setup, at_url
 from geo.sources.hosts import RASTER, Handler, Page, left, page, redirect, settings
 
 from baton_geo.errors import RasterTooLarge, SourceFailed
-from baton_geo.sources import RasterFetcher
+from baton_geo.sources import Sources
 
 
 def drip(handler: Handler) -> None:
@@ -58,9 +58,9 @@ async def test_a_hanging_resolver_is_left_at_the_time_limit(at: Setup) -> None:
         await asyncio.sleep(60)
         return []
 
-    fetcher = RasterFetcher(settings(at.spool, f"{NAME}:80", fetch_seconds=0.2), resolver=hang)
+    sources = Sources(settings(at.spool, f"{NAME}:80", fetch_seconds=0.2), resolver=hang)
     with pytest.raises(SourceFailed, match="longer than"):
-        await fetcher.fetch(f"http://{NAME}:80/")
+        await sources.open(at_url(f"http://{NAME}:80/"))
     assert left(at.spool) == []
 
 
@@ -117,17 +117,17 @@ def test_hosts_that_fail_are_said_to(at: Setup, answer: Page, said: str) -> None
 
 async def test_a_host_that_is_not_there(at: Setup) -> None:
     """A name nobody knows, and a port nobody listens on, must each be a 422 that says which."""
-    fetcher = at.fetcher("nobody.example.org", "127.0.0.1:9")
+    sources = at.sources("nobody.example.org", "127.0.0.1:9")
     with pytest.raises(SourceFailed, match="could not be resolved"):
-        await fetcher.fetch("http://nobody.example.org/")
+        await sources.open(at_url("http://nobody.example.org/"))
     with pytest.raises(SourceFailed, match="no connection"):
-        await fetcher.fetch("http://127.0.0.1:9/")
+        await sources.open(at_url("http://127.0.0.1:9/"))
 
 
 async def test_a_cancelled_fetch_leaves_nothing(at: Setup) -> None:
     """When the client is gone, the connection must be closed and the file removed."""
     at.good.pages["/scene.tif"] = endless
-    task = asyncio.create_task(at.fetcher().fetch(at.url))
+    task = asyncio.create_task(at.sources().open(at_url(at.url)))
     async with asyncio.timeout(10):
         while not any(entry.stat().st_size for entry in at.spool.iterdir()):  # noqa: ASYNC110 - a folder
             await asyncio.sleep(0.005)

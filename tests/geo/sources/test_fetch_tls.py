@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from geo.sources.fetching import NAME
+from geo.sources.fetching import NAME, at_url
 from geo.sources.hosts import RASTER, Host, Names, hosting, settings
 
 from baton_geo.errors import SourceFailed
-from baton_geo.sources import RasterFetcher
+from baton_geo.sources import Sources
 
 pytestmark = pytest.mark.fault("F6")
 
@@ -62,8 +62,8 @@ async def test_tls_asks_for_the_name_at_the_pinned_address(
     allowed = (f"*.example.org:{secure.port}", f"127.0.0.1:{secure.port}")
     names = Names({NAME: [["127.0.0.1"]]})
     trust = ssl.create_default_context(cafile=str(certificate))
-    fetcher = RasterFetcher(settings(tmp_path, *allowed, allow_http=False), resolver=names, tls=trust)
-    with await fetcher.fetch(f"https://{NAME}:{secure.port}/scene.tif") as spooled:
+    sources = Sources(settings(tmp_path, *allowed, allow_http=False), resolver=names, tls=trust)
+    with await sources.open(at_url(f"https://{NAME}:{secure.port}/scene.tif")) as spooled:
         assert spooled.path.read_bytes() == RASTER
     assert secure.names == [NAME]
     assert secure.asked[0][1]["Host"] == f"{NAME}:{secure.port}"
@@ -79,7 +79,7 @@ async def test_certificates_are_checked_against_the_name(
     allowed = (f"*.example.org:{secure.port}", f"127.0.0.1:{secure.port}")
     names = Names({NAME: [["127.0.0.1"]], "other.example.org": [["127.0.0.1"]]})
     trust = ssl.create_default_context(cafile=str(certificate)) if trusted else None
-    fetcher = RasterFetcher(settings(tmp_path, *allowed), resolver=names, tls=trust)
+    sources = Sources(settings(tmp_path, *allowed), resolver=names, tls=trust)
     with pytest.raises(SourceFailed, match="certificate is not valid"):
-        await fetcher.fetch(f"https://{host}:{secure.port}/scene.tif")
+        await sources.open(at_url(f"https://{host}:{secure.port}/scene.tif"))
     assert secure.asked == []

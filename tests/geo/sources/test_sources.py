@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import errno
+import os
 import random
 import threading
 import time
@@ -20,8 +21,8 @@ from hypothesis import given
 from hypothesis import settings as rigour
 from hypothesis import strategies as st
 
-from baton_geo import sources, spool
-from baton_geo.contract import GeoRequest
+from baton_geo import sources
+from baton_geo.contract import GeoOptions, GeoRequest, UploadRequest
 from baton_geo.errors import (
     DecoderBusy,
     RasterTooLarge,
@@ -29,7 +30,8 @@ from baton_geo.errors import (
     SourceRefused,
 )
 from baton_geo.sources import Sources, decoded
-from baton_geo.spool import Abandoned, Spool, Spooled
+from baton_geo.spool import Spool
+from baton_spool import Removed
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 196_607, 196_608, 196_609, 1_000_003])
@@ -125,19 +127,15 @@ def test_bytes_are_written_as_they_are(spool_folder: Path) -> None:
     assert read(spool_folder, GeoRequest(data=raster, data_format="bytes")) == raster
 
 
-def test_a_file_handed_over_is_removed_only_if_ours(tmp_path: Path) -> None:
-    """A gateway's upload must go with its request; somebody else's file must stay."""
-    for owned in (True, False):
-        path = tmp_path / "upload"
-        path.write_bytes(RASTER)
-        with Spooled.from_file(path, owned=owned) as spooled:
-            assert (spooled.path, spooled.size) == (path, len(RASTER))
-        assert path.exists() != owned
+def test_an_upload_is_read_where_it_is_and_stays_the_servers(tmp_path: Path, spool_folder: Path) -> None:
+    """A gateway's upload goes with its request: the plugin neither copies nor removes it."""
+    path = tmp_path / "upload"
+    path.write_bytes(RASTER)
+    with Sources(settings(spool_folder)).open_sync(UploadRequest(path, GeoOptions())) as spooled:
+        assert spooled.path == path
+        assert left(spool_folder) == []
     spooled.close()
-    with pytest.raises(ValueError, match="regular"):
-        Spooled.from_file(tmp_path)
-    with pytest.raises(FileNotFoundError):
-        Spooled.from_file(tmp_path / "none")
+    assert path.read_bytes() == RASTER
 
 
 @pytest.mark.fault("E11")
@@ -169,7 +167,7 @@ async def test_decoding_base64_does_not_block_the_event_loop(
     job = asyncio.create_task(Sources(settings(spool_folder)).open(request))
     lags = await lags_beside(job)
     with job.result() as spooled:
-        assert spooled.size == 50_000_000
+        assert spooled.path.stat().st_size == 50_000_000
     idle += await lags_beside(asyncio.create_task(asyncio.to_thread(other_work)))
     idle.sort()
     p99, beside = (1000 * each[int(len(each) * 0.99)] for each in (lags, idle))
@@ -185,7 +183,7 @@ def test_base64_takes_no_second_copy(spool_folder: Path) -> None:
     tracemalloc.start()
     try:
         with Sources(settings(spool_folder)).open_sync(request) as spooled:
-            assert spooled.size == 99_000_000
+            assert spooled.path.stat().st_size == 99_000_000
         assert tracemalloc.get_traced_memory()[1] < 4_000_000
     finally:
         tracemalloc.stop()
@@ -222,10 +220,8 @@ def test_a_spool_that_was_given_up_takes_no_more(spool_folder: Path) -> None:
     """A late write must not reach a descriptor that may be another file's by now."""
     with Spool(spool_folder, 10) as given_up:
         given_up.write(b"a")
-    with pytest.raises(Abandoned):
+    with pytest.raises(Removed):
         given_up.write(b"b")
-    with pytest.raises(Abandoned):
-        given_up.finish()
     assert left(spool_folder) == []
 
 
@@ -236,7 +232,7 @@ def test_a_full_disk_is_a_503(spool_folder: Path, monkeypatch: pytest.MonkeyPatc
     def full(descriptor: int, data: object) -> int:
         raise OSError(number, "full")
 
-    monkeypatch.setattr(spool.os, "write", full)
+    monkeypatch.setattr(os, "write", full)
     assert refused(spool_folder, b64(RASTER), DecoderBusy).status == 503
 
 

@@ -298,9 +298,6 @@ class StreamReader:
     """Reads the events of one stream on their way to the client.
 
     Attributes:
-        operation: the operation.
-        names: of the model.
-        count: of its tokens.
         hides_usage: whether the client did not ask for the chunk with `usage`, but we did.
         complete: whether the last event has come.
     """
@@ -313,7 +310,7 @@ class StreamReader:
 
     @property
     def may_just_end(self) -> bool:
-        """Whether some servers end such streams without a last event."""
+        """True if some servers end such streams without a last event."""
         return self.operation not in WITH_USAGE
 
     def passed_on(self, event: ServerEvent) -> str:

@@ -95,7 +95,7 @@ class Connection:
 
     @property
     def is_clean(self) -> bool:
-        """Whether nothing has come over it behind the last answer."""
+        """True if nothing has come over it behind the last answer."""
         opened = [each._connection for each in self.transport._pool.connections]  # type: ignore[attr-defined]
         return not any(each is not None and _has_rest(each) for each in opened)
 
@@ -151,7 +151,7 @@ class Answer:
 
     @property
     def ends_itself(self) -> bool:
-        """Whether its end can be told from a lost connection."""
+        """True if its end can be told from a lost connection."""
         return self._response.headers.get("transfer-encoding", "").lower() == "chunked" or (
             "content-length" in self._response.headers
         )

@@ -134,11 +134,7 @@ class RemoteEngine:
                 log.error("remote_look_failed", engine=self.name, exc_info=error)
 
     async def _look(self) -> Look:
-        """Look at the server once.
-
-        Raises:
-            EngineUnavailable: it cannot be reached.
-        """
+        """Look at the server once."""
         await in_own_thread(self._keys.refresh)
         try:
             found = await look(self._client, self._settings.remote, self._keys.of_looks, self._settings.model)

@@ -129,7 +129,7 @@ OF_THE_MODEL = ("created", "object", "owned_by", "max_model_len")
 
 @dataclass(frozen=True)
 class Look:
-    """What a look found.
+    """The findings of a look.
 
     Attributes:
         key_refused: whether the server refuses the key.

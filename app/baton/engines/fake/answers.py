@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Any
 from baton.engines.backend import EngineState, Json, Operation, WholeReply
 from baton.engines.transfers import TransferChooser, TransferRequest
 from baton.errors import ContextTooLong, EngineRestarting, ImagesMisplaced, InvalidRequest
-from baton.images.client_image import ClientImage
-from baton.images.image_position import ImagePosition
-from baton.images.placed_image import PlacedImage
+from baton.images.image import ClientImage, PlacedImage
 from baton.telemetry.ids import CUT_HEADER, RequestContext
 
 if TYPE_CHECKING:
@@ -388,7 +386,7 @@ def with_images(prompt: list[int], images: Sequence[ClientImage]) -> tuple[list[
             tokens.append(token)
             continue
         image = images[len(placed)]
-        placed.append(PlacedImage(image, image.digest, len(tokens), image.width, (target,)))
+        placed.append(PlacedImage(image, len(tokens), image.width, (target,)))
         tokens += [target] * image.width
     return tokens, placed
 
@@ -437,7 +435,7 @@ class Answer:
         self._chooser, self._chosen = chooser, self._choose(chooser)
         for each in self._transfers:
             each.report.prompt_ids = [token_id(word) for word in self.words]
-            each.report.images = [ImagePosition(one.digest, one.offset, one.length) for one in each.images]
+            each.report.images = [one.ref for one in each.images]
             each.report.saves = False  # there is no KV
             if each.audited and self._said:
                 each.report.first_token = {token_id(self._said[0]): 0.0}  # it is sure of its answer

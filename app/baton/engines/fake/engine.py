@@ -30,8 +30,7 @@ from baton.engines.engine import Plugin
 from baton.engines.fake.answers import MAX_MODEL_LEN, POOLING, STREAMS, Answer, message_text, with_images
 from baton.engines.transfers import Throughput, TransferChooser, TransferRequest
 from baton.errors import BatonError, InvalidRequest, StartError
-from baton.images.client_image import ClientImage
-from baton.images.placed_image import PlacedImage
+from baton.images.image import ClientImage, PlacedImage
 from baton.telemetry.ids import RequestContext
 
 
@@ -50,7 +49,6 @@ class FakeBehaviour:
         ends_answers: whether an answer's last token is an end-of-sequence token.
         encode_seconds: seconds that a plugin's prompt takes; a prompt that is a float takes that many.
         encode_error: raised for every plugin's prompt.
-        stalled_seconds: value of `stalled_s`.
         forgets_answers: whether the chat template drops earlier answers, as those of reasoning models do.
         alternates: whether the chat template refuses two messages of one role in a row.
         slots: number of requests worked on at once, the others wait; 0: all.
@@ -96,9 +94,7 @@ class FakeEngine:
         transfers: transfers that requests with handoffs asked for so far, and those chosen for others.
         active: number of requests it works on now.
         aborted: number of requests that were cancelled.
-        starts: number of starts.
         deaths: number of calls of `die`, after which earlier requests get no further tokens.
-        kills: number of calls of `kill`.
         forgets: number of calls of `forget_prefixes`.
         rounding_nats: see `LocalEngine.rounding_nats`.
         longest_step_s: see `LocalEngine.longest_step_s`.

@@ -142,11 +142,7 @@ class ForkServer:
         return self.unusable is None
 
     def _await_ready(self) -> None:
-        """Read what the server says once it has imported its modules.
-
-        Raises:
-            ConnectionResetError: it ended before.
-        """
+        """Read what the server says once it has imported its modules."""
         assert self._control is not None
         if self._ready:
             return
@@ -212,7 +208,6 @@ class Launch:
     """One process to fork.
 
     Attributes:
-        server: the server that forks it.
         launched: called with its process id once it runs.
     """
 
@@ -297,7 +292,7 @@ class ForkedProcess(context.SpawnProcess):
 
 
 class ForkContext(context.SpawnContext):
-    """What `multiprocessing.get_context` returns, whose processes the `CURRENT` server forks."""
+    """A `multiprocessing` context whose processes the `CURRENT` server forks."""
 
     Process = ForkedProcess
 

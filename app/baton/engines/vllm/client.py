@@ -25,8 +25,7 @@ from baton.engines.transfers import TransferChooser, TransferReport, TransferReq
 from baton.engines.vllm.errors import translate
 from baton.engines.vllm.images import Sent, hashes_of, image_positions, stray_placeholders
 from baton.errors import BatonError, ContextTooLong, GenerationFailed, InvalidRequest, Unprocessable
-from baton.images.image_position import ImagePosition
-from baton.images.placed_image import PlacedImage
+from baton.images.image import PlacedImage
 from baton.telemetry.ids import CUT_HEADER, RequestContext
 from baton_kv.contract import transfer_params
 
@@ -345,7 +344,7 @@ class WatchedClient:
             _note_cut(call, call.asked, prompt, self._engine.model_config.max_model_len)
         transfer = call.transfer_of(prompt, sampling_params)
         if transfer is not None:
-            placed = [ImagePosition(each.digest, each.offset, each.length) for each in transfer.images]
+            placed = [each.ref for each in transfer.images]
             transfer.report.images = placed or image_positions(prompt) or ()
         saves = transfer is not None and transfer is call.transfer and transfer.saves_answer
         text = self._answer_text(sampling_params) if saves else None
@@ -354,7 +353,7 @@ class WatchedClient:
                 call, transfer.images, prompt, sampling_params, *args, **kwargs
             )
             outputs = _after_trial(call, sampling_params, outputs)
-            sent = self._sent([image.digest for image in transfer.images])
+            sent = self._sent([each.image.digest for each in transfer.images])
             return call.watch(outputs, sent, transfer, text)
         _require_read_images(call, prompt)
         _refuse_image_placeholders(call, prompt)

@@ -46,8 +46,7 @@ from baton.errors import (
     PluginFailed,
     StartError,
 )
-from baton.images.client_image import ClientImage
-from baton.images.placed_image import PlacedImage
+from baton.images.image import ClientImage, PlacedImage
 from baton.models.parsers import parsers_of
 from baton.models.store import identity
 from baton.telemetry.ids import RequestContext
@@ -128,7 +127,7 @@ LAST_WORDS_WAIT_S = 0.2
 
 @dataclass(frozen=True)
 class Running:
-    """What requests need of an engine that runs: there from the warm-up until the stop, or not at all.
+    """The parts of a running engine that requests need: there from the warm-up until the stop, or not at all.
 
     Attributes:
         client: the engine's client.

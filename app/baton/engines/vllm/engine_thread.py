@@ -60,7 +60,7 @@ def _context_of_launch() -> Any:
 
 
 class Starts:
-    """How the engines of one fleet start.
+    """The way in which the engines of one fleet start.
 
     Args:
         server: the fork server; None: every engine core is spawned.

@@ -229,7 +229,7 @@ Method = Callable[[Any, Request], Awaitable[Any]]
 
 @dataclass(frozen=True)
 class Handler:
-    """How vLLM answers one operation.
+    """A handler of vLLM's, which answers one operation.
 
     Attributes:
         request: type of its request body.
@@ -321,7 +321,7 @@ class Handlers:
 
     @property
     def reads_calls(self) -> bool:
-        """Whether calls of tools are found in what the model says: as vLLM's chat handler decides it."""
+        """True if calls of tools are found in what the model says: as vLLM's chat handler decides it."""
         online = self._state.serving_tokenization.online_renderer
         parser = online.parser
         named = parser is not None and parser.tool_parser_cls is not None

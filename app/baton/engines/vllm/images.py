@@ -17,9 +17,8 @@ from vllm.renderers.inputs.preprocess import parse_model_prompt
 from baton.admission.fair_threads import in_own_thread
 from baton.engines.backend import ImageInput
 from baton.errors import EngineUnavailable, HandoffIncompatible, ImagesMisplaced, InvalidRequest
-from baton.images.client_image import ClientImage
-from baton.images.image_position import ImagePosition
-from baton.images.placed_image import PlacedImage
+from baton.images.image import ClientImage, PlacedImage
+from baton_kv.format import ImageRef
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -158,7 +157,7 @@ def stray_placeholders(prompt: Any, tokens: frozenset[int]) -> int:
     return sum(ids.count(token) - sum(part.count(token) for part in theirs) for token in tokens)
 
 
-def image_positions(prompt: Any) -> list[ImagePosition] | None:
+def image_positions(prompt: Any) -> list[ImageRef] | None:
     """Find the places of images in a rendered prompt, in order.
 
     None: it holds no token ids, or more than token ids and images.
@@ -171,7 +170,7 @@ def image_positions(prompt: Any) -> list[ImagePosition] | None:
     if not ranges.keys() <= {IMAGE} or ranges.keys() != names.keys():
         return None
     found = [
-        ImagePosition(name, each.offset, each.length)
+        ImageRef(name, each.offset, each.length)
         for name, each in zip(names.get(IMAGE, ()), ranges.get(IMAGE, ()), strict=True)
     ]
     return sorted(found, key=lambda image: image.offset)
@@ -203,10 +202,9 @@ class ImagePrompts:
         self, prompt: list[int], images: Sequence[ClientImage], *, begins: bool
     ) -> tuple[list[int], list[PlacedImage]]:
         """Do `LocalEngine.place`. Raises what vLLM raises: anything."""
-        digests = await in_own_thread(lambda: [image.digest for image in images])
-        parts = await in_own_thread(_parts, images, digests)
+        parts = await in_own_thread(_parts, images)
         rendered = await self._processed(prompt, parts, cached=False)
-        ranges = _ranges(rendered, digests)
+        ranges = _ranges(rendered, images)
         tokens = list(rendered["prompt_token_ids"])
         inserted = self._inserted(prompt, tokens, ranges)
         target = () if inserted else _target(prompt, tokens, ranges)
@@ -217,9 +215,9 @@ class ImagePrompts:
                 f"The model '{self._name}' takes images only at the beginning of a context, and this one "
                 "continues a handoff.",
             )
-        rows = zip(images, digests, ranges, strict=True)
         return tokens, [
-            PlacedImage(image, digest, span.offset, span.length, target) for image, digest, span in rows
+            PlacedImage(image, span.offset, span.length, target)
+            for image, span in zip(images, ranges, strict=True)
         ]
 
     def _inserted(self, prompt: list[int], tokens: list[int], ranges: Sequence[Any]) -> bool:
@@ -249,7 +247,7 @@ class ImagePrompts:
         """
         tokens = list(prompt["prompt_token_ids"])
         rendered = await self._processed_once(_outline(tokens, placed), placed)
-        ranges = _ranges(rendered, [each.digest for each in placed])
+        ranges = _ranges(rendered, [each.image for each in placed])
         for each, span in zip(placed, ranges, strict=True):
             made = rendered["prompt_token_ids"][span.offset : span.offset + span.length]
             if list(made) != tokens[each.offset : each.offset + each.length]:
@@ -260,14 +258,14 @@ class ImagePrompts:
 
     async def _processed_once(self, prompt: list[int], placed: Sequence[PlacedImage]) -> Any:
         """Process a prompt and its images; those in vLLM's cache are not decoded again."""
-        digests = [each.digest for each in placed]
+        images = [each.image for each in placed]
         cache = self._client.renderer.mm_processor_cache
-        new = [cache is None or not cache.is_cached_item(digest) for digest in digests]
+        new = [cache is None or not cache.is_cached_item(image.digest) for image in images]
         if not all(new):
-            parts = await in_own_thread(_parts, [each.image for each in placed], digests, new)
+            parts = await in_own_thread(_parts, images, new)
             with contextlib.suppress(ValueError):  # an image was evicted just now
                 return await self._processed(prompt, parts, cached=True)
-        parts = await in_own_thread(_parts, [each.image for each in placed], digests)
+        parts = await in_own_thread(_parts, images)
         return await self._processed(prompt, parts, cached=True)
 
     async def _processed(self, prompt: list[int], parts: list[Any], *, cached: bool) -> Any:
@@ -294,26 +292,20 @@ class ImagePrompts:
         return rendered
 
 
-def _parts(
-    images: Sequence[ClientImage], digests: Sequence[str], wanted: Sequence[bool] | None = None
-) -> list[Any]:
-    """Return images as parts of a chat's message, which is how vLLM takes them. Too slow for the event loop.
+def _parts(images: Sequence[ClientImage], wanted: Sequence[bool] | None = None) -> list[Any]:
+    """Write images as parts of a chat's message, which is how vLLM takes them. Too slow for the event loop.
 
     Args:
         wanted: for each image whether its data is needed, else only its digest is given. None: all are.
     """
-    urls = [
-        {"url": image.url} if needed else None
+    return [
+        {"type": "image_url", "image_url": {"url": image.url} if needed else None, "uuid": image.digest}
         for image, needed in zip(images, wanted or [True] * len(images), strict=True)
     ]
-    return [
-        {"type": "image_url", "image_url": url, "uuid": digest}
-        for url, digest in zip(urls, digests, strict=True)
-    ]
 
 
-def _ranges(rendered: Any, digests: list[str]) -> list[Any]:
-    """Return the range of each image's tokens, in order.
+def _ranges(rendered: Any, images: Sequence[ClientImage]) -> list[Any]:
+    """Find the range of each image's tokens, in order.
 
     Raises:
         HandoffIncompatible: the engine identifies an image by another digest, or takes it for no image.
@@ -321,7 +313,7 @@ def _ranges(rendered: Any, digests: list[str]) -> list[Any]:
     if rendered.get("type") != "multimodal" or set(rendered["mm_placeholders"]) != {IMAGE}:
         raise _unfit("no image")
     ranges = list(rendered["mm_placeholders"][IMAGE])
-    if rendered["mm_hashes"][IMAGE] != digests:
+    if rendered["mm_hashes"][IMAGE] != [image.digest for image in images]:
         raise _unfit("another name")  # the engine's image settings are part of its hash
     reached = 0
     for span in ranges:

@@ -15,7 +15,7 @@ from baton.http.answer import check, take_place, unless_gone
 from baton.http.elsewhere_body import prepare_forwarded
 from baton.http.request import Gateway, context_of, gateway_of, read_json, state_of
 from baton.http.request_images import take_images
-from baton.images.client_image import ClientImage
+from baton.images.image import ClientImage
 from baton.library.handoff import HandoffState
 from baton.relay.asked import (
     ID_HEADER,

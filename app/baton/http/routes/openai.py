@@ -20,10 +20,7 @@ class EngineRoute:
     """One `POST` route.
 
     Attributes:
-        path: the path, from the root.
-        operation: the operation of the engine.
         name: its name in the OpenAPI document.
-        description: its description there, in a sentence.
     """
 
     path: str

@@ -167,7 +167,7 @@ class NotChanged(Exception):
 
 @dataclass(frozen=True)
 class BucketAddress:
-    """Where the archive is, and how it is asked.
+    """The address of the archive, and how it is asked.
 
     Attributes:
         prefix: what the names of all objects begin with.
@@ -190,11 +190,7 @@ class BucketAddress:
 
 
 class Found(NamedTuple):
-    """A small object.
-
-    Attributes:
-        version: names this version of it.
-    """
+    """A small object."""
 
     data: bytes
     version: str
@@ -383,11 +379,7 @@ class Bucket:
         return answer
 
     def _apart(self, work: Callable[[], Answer]) -> Answer:
-        """Do what may take long in a thread that nothing waits for when the gateway ends.
-
-        Raises:
-            StoreError: the gateway ends.
-        """
+        """Do what may take long in a thread that nothing waits for when the gateway ends."""
         done: Future[Answer] = Future()
 
         def run() -> None:

@@ -21,12 +21,12 @@ import structlog
 from blake3 import blake3
 
 from baton.errors import HandoffImagesLost
-from baton.images.placed_image import PlacedImage
+from baton.images.image import PlacedImage
 from baton.library.archive.bucket import PART_BYTES, Bucket, Conflict
 from baton.library.archive.documents import ArchivedFile, Document, Names
 from baton.library.archive.records import ArchiveRecords, Version
 from baton.library.handoff import Handoff
-from baton.library.here.entries import Deadline, FetchCutOff, bytes_into, copy_entry, opened, read_into
+from baton.library.here.entries import Deadline, FetchCutOff, LocalFile, copy_entry, opened
 from baton.library.here.images import placed_image
 from baton.library.tiers import Here
 from baton.telemetry.metrics import ArchiveMetrics
@@ -43,34 +43,17 @@ PIECE_BYTES = 1024 * 1024
 LEAST_RATE = 1024 * 1024
 """An upload may take as long as it would at so many bytes a second, `PATIENCE_S`, and what the pace costs."""
 PATIENCE_S = 60.0
-ReadInto = Callable[[int, memoryview], int]
-"""Fills a buffer from an offset of a file on; returns the number of bytes read."""
 
 
 class Damaged(StoreError):
     """A file in the archive is missing, or is not what a gateway wrote."""
 
 
-@dataclass(frozen=True)
-class LocalFile:
-    """A file of this machine.
-
-    Attributes:
-        key: key of the entry whose own it is, or an image's digest.
-        name: name of its object in the archive.
-    """
-
-    key: str
-    name: str
-    size: int
-    read_into: ReadInto
-
-
 class LocalFiles(NamedTuple):
-    """The files of a handoff that this machine has: of KV, and of images."""
+    """The files of a handoff that this machine has, of KV and of images, by their names in the archive."""
 
-    kv: list[LocalFile]
-    images: list[LocalFile]
+    kv: dict[str, LocalFile]
+    images: dict[str, LocalFile]
 
 
 class Pace:
@@ -127,21 +110,21 @@ class ArchiveFiles:
         self._bucket.close()
         self._readers.shutdown(wait=False, cancel_futures=True)
 
-    def push(self, file: LocalFile) -> ArchivedFile:
-        """Write a file, unless it is there.
+    def push(self, name: str, file: LocalFile) -> ArchivedFile:
+        """Write a file under a name, unless it is there.
 
         Raises:
             StoreError: it cannot be read, took too long, or the gateway ends.
         """
         digest = self._names.hasher()
-        there = self._bucket.head(file.name)
+        there = self._bucket.head(name)
         if there is not None and there[0] == file.size and there[1] < self._renewed_s:
             for piece in _pieces(file):
                 digest.update(piece)
         else:
-            self._bucket.upload(file.name, self._paced(file, digest))
+            self._bucket.upload(name, self._paced(file, digest))
             self._metrics.moved("push", file.size)
-        return ArchivedFile(key=file.key, name=file.name, size=file.size, digest=digest.hexdigest())
+        return ArchivedFile(key=file.key, name=name, size=file.size, digest=digest.hexdigest())
 
     def is_there(self, file: ArchivedFile) -> bool:
         """Return whether a file is in the archive."""
@@ -216,7 +199,7 @@ TRIES = 20
 
 
 class Outcome(Enum):
-    """What became of a handoff that was to be written."""
+    """The outcome of writing a handoff."""
 
     WRITTEN = "written"
     CHANGED = "it was changed on this machine meanwhile"
@@ -277,9 +260,9 @@ class Archive:
         files, images = before.files, before.images
         with self._local_files(here, record, kv=not files, images=not images) as local:
             if local.kv or local.images:
-                self.records.need(record, [each.name for each in (*local.kv, *local.images)])
-                files = files or tuple(self.files.push(each) for each in local.kv)
-                images = images or tuple(self.files.push(each) for each in local.images)
+                self.records.need(record, [*local.kv, *local.images])
+                files = files or tuple(self.files.push(*each) for each in local.kv.items())
+                images = images or tuple(self.files.push(*each) for each in local.images.items())
         assert newest is not None
         size = newest.bytes or (sum(each.size for each in files))
         return Document(
@@ -295,27 +278,22 @@ class Archive:
         if not gone or record is None:
             return
         with self._local_files(here, record, kv=True, images=True) as local:
-            for each in (*local.kv, *local.images):
-                if each.name in gone:
-                    self.files.push(each)
+            for name, file in (local.kv | local.images).items():
+                if name in gone:
+                    self.files.push(name, file)
 
     @contextlib.contextmanager
     def _local_files(self, here: Here, record: Handoff, *, kv: bool, images: bool) -> Iterator[LocalFiles]:
         """Open the files of KV, its own last, and those of images that are on this machine."""
         with contextlib.ExitStack() as stack:
-            files = []
+            files = {}
             if kv and here.store.exists(record.key):
                 for key, reader in stack.enter_context(opened(here.store, record.key)):
-                    name = self.names.file(record.tenant, seal_of(reader))
-                    files.append(LocalFile(key, name, len(reader), partial(read_into, reader)))
+                    files[self.names.file(record.tenant, seal_of(reader))] = LocalFile.of(key, reader)
             placed = here.read_images(record) if images and record.images else []
-            data = {each.digest: each.image.data for each in placed}
-            yield LocalFiles(files, [self._image(record, *each) for each in data.items()])
-
-    def _image(self, record: Handoff, digest: str, data: bytes) -> LocalFile:
-        return LocalFile(
-            digest, self.names.image(record.tenant, digest), len(data), partial(bytes_into, data)
-        )
+            data = {each.image.digest: each.image.data for each in placed}
+            named = ((self.names.image(record.tenant, digest), digest) for digest in data)
+            yield LocalFiles(files, {name: LocalFile.holding(digest, data[digest]) for name, digest in named})
 
     def fetch(self, store: Store, files: Sequence[ArchivedFile], within_s: float) -> int:
         """Copy an entry's files to this machine; returns the bytes that were copied.

@@ -56,12 +56,11 @@ class ArchivedFile(BaseModel):
 
 
 class Document(BaseModel):
-    """What the archive holds of one handoff.
+    """A handoff as the archive holds it.
 
     Attributes:
         record: its record; None: it was deleted, or has expired.
         files: its files of KV, its own last.
-        images: the files of its images.
         deleted_at: when it was deleted, in seconds since the epoch.
     """
 
@@ -79,7 +78,7 @@ class Document(BaseModel):
 
 
 class Due(BaseModel):
-    """What is looked at when a handoff's life may have ended.
+    """A handoff to look at when its life may have ended.
 
     Attributes:
         objects: names of the files that it needs.

@@ -43,7 +43,6 @@ class Version(NamedTuple):
 
     Attributes:
         document: what it says; of a damaged one nothing.
-        tag: names the version.
         damaged: it is not what a gateway wrote.
     """
 
@@ -53,7 +52,7 @@ class Version(NamedTuple):
 
     @property
     def deleted(self) -> bool:
-        """Whether it says that its handoff was deleted, or has expired."""
+        """True if it says that its handoff was deleted, or has expired."""
         return self.document.record is None and not self.damaged
 
 

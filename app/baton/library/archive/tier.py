@@ -14,7 +14,7 @@ import structlog
 
 from baton.config.groups import HandoffSettings
 from baton.errors import HandoffImagesLost, HandoffPinsFull, HandoffStoreUnavailable, SettingsError
-from baton.images.placed_image import PlacedImage
+from baton.images.image import PlacedImage
 from baton.library.archive.archiver import Archiver
 from baton.library.archive.bucket import UNAVAILABLE, Bucket, BucketAddress, Conflict, NotChanged
 from baton.library.archive.copies import Archive, ArchiveFiles, Damaged, Pace, placed
@@ -42,7 +42,7 @@ log = structlog.get_logger("baton.handoffs")
 
 
 class Seen:
-    """What this gateway knows of archived handoffs: their versions, and whose files are damaged."""
+    """The archived handoffs that this gateway knows: their versions, and whose files are damaged."""
 
     def __init__(self) -> None:
         self.versions: OrderedDict[str, tuple[str, float]] = OrderedDict()
@@ -96,7 +96,7 @@ class Archived:
 
     @property
     def changes_archive_first(self) -> bool:
-        """Whether archived handoffs are changed in the archive first: no pool says what they are."""
+        """True if archived handoffs are changed in the archive first: no pool says what they are."""
         return self.here.pool is None
 
     def close(self) -> None:

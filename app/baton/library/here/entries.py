@@ -1,4 +1,4 @@
-"""Copy the files of entries from another tier to this machine's store, before a deadline."""
+"""Read the files of entries for another tier, and copy those of another tier to this machine's store."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from baton_kv.format import shared_keys
@@ -13,7 +14,7 @@ from baton_kv.stores.base import Reader, SharedFiles, Store, StoreError
 
 
 class Deadline(NamedTuple):
-    """When a fetch must have ended.
+    """The time by which a fetch must have ended.
 
     Attributes:
         setting: what sets its limit.
@@ -34,6 +35,36 @@ class Deadline(NamedTuple):
     def left_s(self) -> float:
         """Seconds until then; 0: it has passed."""
         return max(0.0, self.at - time.monotonic())
+
+
+@dataclass(frozen=True)
+class LocalFile:
+    """A file of this machine that goes to another tier.
+
+    Attributes:
+        key: key of the entry whose own it is, or another name of its own.
+        read_into: fills a buffer from an offset of the file on; returns the number of bytes read.
+    """
+
+    key: str
+    size: int
+    read_into: Callable[[int, memoryview], int]
+
+    @staticmethod
+    def of(key: str, reader: Reader) -> LocalFile:
+        """Take a file of the store, as long as it is open."""
+        return LocalFile(key, len(reader), lambda start, view: reader.read_into(start, [view]))
+
+    @staticmethod
+    def holding(key: str, data: bytes) -> LocalFile:
+        """Make a file of bytes in memory."""
+
+        def read_into(start: int, view: memoryview) -> int:
+            part = data[start : start + len(view)]
+            view[: len(part)] = part
+            return len(part)
+
+        return LocalFile(key, len(data), read_into)
 
 
 class FetchCutOff(StoreError):
@@ -79,15 +110,3 @@ def opened(store: Store, key: str) -> Iterator[list[tuple[str, Reader]]]:
         keys = shared_keys(own)
         parts = [stack.enter_context(store.open(key, part)) for part in range(len(keys))]
         yield list(zip([*keys, key], [*parts, own], strict=True))
-
-
-def read_into(reader: Reader, start: int, view: memoryview) -> int:
-    """Fill a buffer from an offset of a file on; returns the number of bytes read."""
-    return reader.read_into(start, [view])
-
-
-def bytes_into(data: bytes, start: int, view: memoryview) -> int:
-    """Fill a buffer from an offset of bytes in memory on; returns the number of bytes copied."""
-    part = data[start : start + len(view)]
-    view[: len(part)] = part
-    return len(part)

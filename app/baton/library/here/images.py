@@ -19,8 +19,7 @@ from typing import Protocol
 import structlog
 
 from baton.errors import HandoffImagesLost
-from baton.images.client_image import ClientImage
-from baton.images.placed_image import PlacedImage
+from baton.images.image import ClientImage, PlacedImage
 from baton.library.handoff import Handoff, StoredImage
 from baton_kv.folders import CREATE, bytes_in, folder, make_folder, open_file
 
@@ -29,7 +28,7 @@ ABANDONED_AFTER_S = 600.0
 
 
 class Images(Protocol):
-    """Where the images of handoffs are kept."""
+    """The place where the images of handoffs are kept."""
 
     def save(self, record: Handoff) -> bool:
         """Write the images that a record holds in memory, and drop them from it.
@@ -174,6 +173,6 @@ def _name(handoff_id: str, digest: str) -> str:
 
 
 def placed_image(image: StoredImage, data: bytes) -> PlacedImage:
-    """Return an image of a record with its bytes."""
-    client_image = ClientImage(data, image.media_type, image.width, image.height)
-    return PlacedImage(client_image, image.digest, image.offset, image.length, tuple(image.target))
+    """Put an image of a record together with its bytes, which were verified against its digest."""
+    client_image = ClientImage(data, image.media_type, image.width, image.height, image.digest)
+    return PlacedImage(client_image, image.offset, image.length, tuple(image.target))

@@ -103,7 +103,7 @@ class LockedFolder:
 
     @property
     def changed_at(self) -> int:
-        """When the folder last changed, in nanoseconds."""
+        """The time of the folder's last change, in nanoseconds."""
         return os.fstat(self.descriptor).st_mtime_ns
 
     def write(self, handoff_id: str, data: bytes) -> Stamp:
@@ -220,7 +220,7 @@ class RecordDeleted(Exception):
 
 @dataclass
 class News:
-    """What other gateways changed since the last look.
+    """The changes of other gateways since the last look.
 
     Attributes:
         changed: the records that they wrote, as they are now.
@@ -232,7 +232,7 @@ class News:
 
 
 class Records(Protocol):
-    """Where the records of handoffs are kept, for all gateways that share them."""
+    """The place where the records of handoffs are kept, for all gateways that share them."""
 
     def create(self, record: Handoff, edit: Edit) -> bool:
         """Apply an edit to a new record and write it, as a whole or not at all; returns whether it was.

@@ -43,7 +43,7 @@ Client = Any
 
 @dataclass(frozen=True)
 class ValkeyAddress:
-    """Where the shared store is, and how it is asked.
+    """The address of the shared store, and how it is asked.
 
     Attributes:
         url: its address: `valkey://HOST:PORT/DB`, `valkey+cluster://HOST:PORT`, or
@@ -90,11 +90,7 @@ def open_client(address: ValkeyAddress) -> Client:
 
 
 def _checked(url: str, scheme: str) -> str:
-    """Return an address with a scheme that the library knows, which takes what it cannot read for a default.
-
-    Raises:
-        ValueError: there is no host, or what stands for the database is no number.
-    """
+    """Return an address whose scheme the library knows, which takes what it cannot read for a default."""
     parts = urlsplit(url)
     if scheme != "unix" and not (parts.hostname and (parts.path.strip("/") or "0").isdecimal()):
         raise ValueError("not HOST:PORT/DB")
@@ -165,7 +161,7 @@ FAILURE_TYPES = (ValkeyError, ValkeyClusterException, OSError)
 
 @dataclass(frozen=True)
 class ServerMemory:
-    """How much memory a server may take.
+    """The memory that a server may take.
 
     Attributes:
         most: bytes; 0: no limit.

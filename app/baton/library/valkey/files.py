@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from baton.errors import HandoffStoreUnavailable
-from baton.library.here.entries import Deadline, FetchCutOff
+from baton.library.here.entries import Deadline, FetchCutOff, LocalFile
 from baton.library.valkey.connection import Client, ValkeyConnection, number
 from baton.library.valkey.scripts import (
     BEGIN_FILE,
@@ -46,27 +46,11 @@ PUSH_WITHIN_S = 120.0
 """An entry that is not written by then is given up, so that a slow store does not hold threads for long."""
 MAX_FILE_BYTES = 1 << 40
 MAX_NAMES_BYTES = 256 * (MAX_SHARED + 1)
-ReadInto = Callable[[int, memoryview], int]
-"""Fills a buffer from an offset of a file on; returns the number of bytes read."""
-
-
-@dataclass(frozen=True)
-class ValkeyFile:
-    """A file that an entry needs.
-
-    Attributes:
-        name: name of the file: the key of the entry whose own it is.
-        read_into: reads it on this machine.
-    """
-
-    name: str
-    size: int
-    read_into: ReadInto
 
 
 @dataclass(frozen=True)
 class Room:
-    """What an entry takes in the shared store, and for how long.
+    """The room that an entry takes in the shared store, and for how long.
 
     Attributes:
         budget: bytes that all handoffs may take.
@@ -96,14 +80,14 @@ class ValkeyFiles:
         """Begin no more exchanges of files; those under way end by their deadlines."""
         self._threads.shutdown(wait=False)
 
-    def push(self, entry: str, files: Sequence[ValkeyFile], room: Room) -> None:
+    def push(self, entry: str, files: Sequence[LocalFile], room: Room) -> None:
         """Write an entry's files, as a whole or not at all. Files that are there already are not written.
 
         Raises:
             StoreFull: it does not fit, or was evicted before it was complete.
             StoreError: a file could not be read.
         """
-        sizes = [part for file in files for part in (file.name, file.size)]
+        sizes = [part for file in files for part in (file.key, file.size)]
         head = [entry, int(room.evictable), int(room.automatic), room.budget, room.lifetime_ms]
         self._free(self._connection.run("reserve", RESERVE, [*head, *sizes]))
         until = time.monotonic() + PUSH_WITHIN_S
@@ -210,16 +194,12 @@ class ValkeyFiles:
         return sum(map(number, self._connection.ask("look", lambda client: client.hvals(key))))
 
     def _free(self, answer: Sequence[object]) -> None:
-        """Remove what a reservation has freed.
-
-        Raises:
-            StoreFull: there was no room.
-        """
+        """Remove what a reservation has freed."""
         self.unlink([each for each in answer[1:] if isinstance(each, bytes)])
         if answer[0] != 1:
             raise StoreFull("the shared store is full")
 
-    def write(self, file: ValkeyFile, lifetime_ms: int, until: float) -> None:
+    def write(self, file: LocalFile, lifetime_ms: int, until: float) -> None:
         """Write one file, if it is not there; nobody counts it or looks for room.
 
         Args:
@@ -228,7 +208,7 @@ class ValkeyFiles:
         Raises:
             StoreError: the file could not be read, or took too long.
         """
-        connection, key = self._connection, self._connection.file_key(file.name)
+        connection, key = self._connection, self._connection.file_key(file.key)
         if connection.ask("look", lambda client: client.exists(key)):
             connection.ask("extend", lambda client: client.pexpire(key, lifetime_ms, gt=True))
             return
@@ -244,10 +224,10 @@ class ValkeyFiles:
                 connection.ask("unlink", lambda client: client.unlink(aside))
             raise
         if not whole:
-            raise StoreError(f"a part of {file.name} expired while it was written")
+            raise StoreError(f"a part of {file.key} expired while it was written")
         self._metrics.moved("push", file.size)
 
-    def _write_chunks(self, aside: str, file: ValkeyFile, until: float) -> None:
+    def _write_chunks(self, aside: str, file: LocalFile, until: float) -> None:
         """Write a file's chunks; while some are on their way, the next ones are read."""
         head = [file.size, CHUNK_BYTES, WRITING_MS]
         self._connection.ask("push", lambda client: client.eval(BEGIN_FILE, 1, aside, *head))
@@ -260,7 +240,7 @@ class ValkeyFiles:
                     raise StoreError(f"pushing to the shared store took longer than {PUSH_WITHIN_S:g} s")
                 data = memoryview(bytearray(min(CHUNK_BYTES * CHUNKS_AT_ONCE, file.size - start)))
                 if file.read_into(start, data) != len(data):
-                    raise StoreError(f"{file.name} ends too early")
+                    raise StoreError(f"{file.key} ends too early")
                 add = partial(_add_chunks, aside, start, data)
                 sent.append(self._begin(self._connection.batch, "push", add))
             for each in sent:
@@ -269,23 +249,19 @@ class ValkeyFiles:
             wait(sent)
 
     def _begin(self, work: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Begin an exchange beside the caller's other work.
-
-        Raises:
-            HandoffStoreUnavailable: the gateway ends.
-        """
+        """Begin an exchange beside the caller's other work."""
         try:
             return self._threads.submit(work, *arguments)
         except RuntimeError:  # closed
             raise HandoffStoreUnavailable() from None
 
-    def _require_counted(self, files: Sequence[ValkeyFile]) -> None:
+    def _require_counted(self, files: Sequence[LocalFile]) -> None:
         """Remove files again that were evicted while they were written.
 
         Who evicts removes the row of the index first and the bytes then, so one of the two sees it.
         """
         key = self._connection.own_key("size")
-        names = [file.name for file in files]
+        names = [file.key for file in files]
         rows = self._connection.ask("look", lambda client: client.hmget(key, names))
         lost = [name.encode() for name, row in zip(names, rows, strict=True) if row is None]
         if lost:

@@ -6,16 +6,15 @@ import contextlib
 import sys
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from baton.config.groups import HandoffSettings
 from baton.errors import HandoffPinsFull, HandoffStoreUnavailable, SettingsError
 from baton.library.handoff import PINNED_SHARE, Handoff, scope_of
-from baton.library.here.entries import Deadline, copy_entry, opened, read_into
+from baton.library.here.entries import Deadline, LocalFile, copy_entry, opened
 from baton.library.here.records import pool_secret
 from baton.library.valkey.connection import ValkeyAddress, ValkeyConnection, number
-from baton.library.valkey.files import Room, ValkeyFile, ValkeyFiles
+from baton.library.valkey.files import Room, ValkeyFiles
 from baton.library.valkey.records import FETCH_S, ValkeyImages, ValkeyRecords, lifetime_ms
 from baton.telemetry.metrics import SharedStoreMetrics
 from baton_kv.folders import install_secret
@@ -53,7 +52,7 @@ class ValkeyPool:
         """Copy a handoff's KV from a machine's store."""
         room = Room(self.budget, lifetime_ms(record), automatic=record.automatic)
         with opened(store, record.key) as found:
-            files = [ValkeyFile(name, len(reader), partial(read_into, reader)) for name, reader in found]
+            files = [LocalFile.of(key, reader) for key, reader in found]
             self.files.push(record.key, files, room)
 
     def fetch(self, record: Handoff, store: Store, within_s: float) -> int:

@@ -9,20 +9,19 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import structlog
 from pydantic import ValidationError
 
 from baton.errors import HandoffImagesLost, HandoffStoreUnavailable
-from baton.images.placed_image import PlacedImage
+from baton.images.image import PlacedImage
 from baton.library.handoff import UNSAVED, Footprint, Handoff, Lease
-from baton.library.here.entries import Deadline, bytes_into
+from baton.library.here.entries import Deadline, LocalFile
 from baton.library.here.images import placed_image
 from baton.library.here.records import ID, MAX_RECORD_BYTES, Edit, News, RecordDeleted
 from baton.library.valkey.connection import ValkeyConnection, number
-from baton.library.valkey.files import Room, ValkeyFile, ValkeyFiles
+from baton.library.valkey.files import Room, ValkeyFiles
 from baton.library.valkey.scripts import (
     CHANGE_RECORD,
     KEEP_PENDING,
@@ -376,10 +375,8 @@ class ValkeyImages:
         self._log = structlog.get_logger("baton.handoffs")
 
     def save(self, record: Handoff) -> bool:
-        files = [
-            ValkeyFile(_name(record, digest), len(data), partial(bytes_into, data))
-            for digest, data in record.image_data.items()
-        ]
+        held = record.image_data.items()
+        files = [LocalFile.holding(_name(record, digest), data) for digest, data in held]
         try:
             self._files.push(
                 image_entry(record), files, Room(self._budget, lifetime_ms(record), evictable=False)

@@ -10,8 +10,7 @@ from baton.admission.fair_threads import in_own_thread
 from baton.engines.backend import Json, Operation
 from baton.engines.engine import LocalEngine
 from baton.errors import ImagesMisplaced, InvalidRequest, TemplateUnsupported
-from baton.images.client_image import ClientImage
-from baton.images.placed_image import PlacedImage
+from baton.images.image import ClientImage, PlacedImage
 from baton.library.handoff import Conversation, Handoff
 from baton.relay.asked import WRITTEN_BY_THE_ENGINE
 from baton.relay.prompt.resent import Resent, has_answer, resent
@@ -213,12 +212,7 @@ class Writer:
         return replace(chat, images=[*seen, *chat.images], resent=again.messages)
 
     async def _write_again(self, source: Handoff, body: Json, again: Resent, *, answered: bool) -> Chat:
-        """Write a whole conversation from its messages, which shares a prefix with the handoff at most.
-
-        Raises:
-            TemplateUnsupported: the handoff holds latent steps, or a text before its messages, which these do
-                not hold.
-        """
+        """Write a whole conversation from its messages, which shares a prefix with the handoff at most."""
         past = source.conversation
         if source.latent_steps or (past is not None and past.after_text):
             raise TemplateUnsupported()
@@ -460,11 +454,7 @@ async def write_prompt(
 
 
 def _written_by_the_engine(source: Handoff | None) -> ContextPrompt:
-    """Leave the prompt to the engine: it is what the request says, and KV is of use for what they share.
-
-    Raises:
-        InvalidRequest: the handoff holds latent steps.
-    """
+    """Leave the prompt to the engine: it is what the request says, and KV is of use for what they share."""
     if source is not None and source.latent_steps:
         raise InvalidRequest(
             "Handoffs with latent steps are for /v1/completions and /v1/chat/completions: use one of these.",

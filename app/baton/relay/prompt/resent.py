@@ -23,7 +23,7 @@ DIGEST_CHARS = 32
 
 @dataclass(frozen=True)
 class Resent:
-    """How much of a handoff's conversation the messages of a request repeat.
+    """The part of a handoff's conversation that the messages of a request repeat.
 
     Attributes:
         messages: number of messages, from the first, that repeat it.
@@ -39,7 +39,6 @@ class Turn:
     """A message, reduced to what is compared.
 
     Attributes:
-        role: the role of its author.
         fingerprints: its fingerprints; an answer has one as its client received it, and one as it was read
             back from its tokens.
         says: it has content or calls a tool.

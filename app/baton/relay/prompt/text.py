@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from baton.engines.backend import Json, Operation, WholeReply
 from baton.engines.engine import LocalEngine
 from baton.errors import GenerationFailed, InvalidRequest
-from baton.images.placed_image import PlacedImage
+from baton.images.image import PlacedImage
 from baton.telemetry.ids import RequestContext
 
 # Replace the images in a chat's messages by references, which conversations store and templates render.
@@ -64,12 +64,7 @@ LINE_TOKENS = 8192
 
 @dataclass(frozen=True)
 class EngineText:
-    """The template and the tokenizer of one engine, asked for one request.
-
-    Attributes:
-        engine: the engine.
-        context: the request.
-    """
+    """The template and the tokenizer of one engine, asked for one request."""
 
     engine: LocalEngine
     context: RequestContext
@@ -127,7 +122,6 @@ class EngineText:
         """Return the last place, among the first `count` tokens, at which a text may be cut.
 
         Args:
-            tokens: token ids.
             count: number of tokens that may be cut off together.
             whole: lengths of whole contexts, which may be cut off as they are.
 

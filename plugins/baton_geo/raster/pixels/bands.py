@@ -76,10 +76,9 @@ WORDS = 12  # of a name that are looked at
 
 @dataclass(frozen=True)
 class FileBand:
-    """What a file says of one band.
+    """The description of one band in a file.
 
     Attributes:
-        name: its description.
         tags: other names that its tags have for it.
         nm: the centre that its tags state, nanometres.
         colour: its colour interpretation, as `red` or `nir`.
@@ -231,11 +230,7 @@ def _identity(name: str, aliases: Sequence[str]) -> str:
 
 
 def _named_as(file: FileBands, number: int, card: Card) -> str | None:
-    """Identify a band by its names, else by its colour, as a known band or the card's; None: neither.
-
-    Raises:
-        RasterUnusable: two names, or name and wavelength, are of different bands.
-    """
+    """Identify a band by its names, else by its colour, as a known band or the card's; None: neither."""
     band, column = file.bands[number], _column(file)
     texts = [text for text in (band.name, *band.tags) if text]
     names = {text: found for text in texts if (found := _meaning(text, band.nm, file, card))}

@@ -39,7 +39,7 @@ class ScaleOffset:
 
 @dataclass(frozen=True)
 class ProductUnit:
-    """What the numbers of a product are, which a file says it is.
+    """The unit of a product's numbers, for files that say which product they are.
 
     Attributes:
         name: as "Sentinel-2 L2A of processing baseline 05.10".

@@ -49,7 +49,6 @@ class Source(Protocol):
         stated: scales and offsets stated by the file.
         block_height: rows that are decoded together.
         first_look: bytes to decode for a single pixel.
-        place: georeference.
         acquired: date or date and time, ISO 8601; None: unknown.
         notes: assumptions and missing information.
     """
