@@ -43,6 +43,7 @@ class ScriptedClient:
     Attributes:
         said: the tokens of the next answers, each repeated until the answer ends.
         prompts: token ids of all prompts so far.
+        longest: tokens of an answer without a limit.
         tokens_a_step: tokens that reach the detokenizer at once, as with speculative decoding.
     """
 
@@ -57,6 +58,7 @@ class ScriptedClient:
         self.output_processor = OutputProcessor(self.renderer.tokenizer, log_stats=False)
         self.said: deque[Sequence[int]] = deque()
         self.prompts: list[list[int]] = []
+        self.longest = LONGEST
         self.tokens_a_step = 1
 
     async def get_supported_tasks(self) -> tuple[str, ...]:
@@ -107,7 +109,7 @@ class ScriptedClient:
     def _steps(self, request: Any, said: Sequence[int]) -> list[EngineCoreOutput]:
         """The steps of one answer, which the scheduler's own rule ends."""
         core, steps = Request.from_engine_core_request(request, None), list[EngineCoreOutput]()
-        for number, token in enumerate(islice(cycle(said), LONGEST)):
+        for number, token in enumerate(islice(cycle(said), self.longest)):
             if number % self.tokens_a_step == 0:
                 steps.append(EngineCoreOutput(request.request_id, []))
             core.append_output_token_ids(token)
@@ -172,14 +174,15 @@ class ScriptedGateway:
 
 
 @contextmanager
-def run_scripted(**serving: Any) -> Iterator[ScriptedGateway]:
+def run_scripted(aliases: tuple[str, ...] = (), **serving: Any) -> Iterator[ScriptedGateway]:
     """Run a gateway whose engine has SmolLM2's tokenizer and template.
 
     Args:
+        aliases: further names of the engine.
         serving: vLLM's serving options.
     """
     model = str(ModelStore(load_settings().models_folder).resolve("smollm2"))
-    settings = EngineSettings(name="a", model=model, handoff=True, serving=serving)
+    settings = EngineSettings(name="a", aliases=aliases, model=model, handoff=True, serving=serving)
     engine = ScriptedEngine(settings, model, salt=lambda _tenant: None, starts=Starts())
     with run_fake(engine, handoffs={"auto": "off"}) as running, running.client() as http:
         yield ScriptedGateway(engine, http)
