@@ -46,6 +46,7 @@ class ScriptedClient:
     Attributes:
         said: the tokens of the next answers, each repeated until the answer ends.
         prompts: token ids of all prompts so far.
+        used: of each prompt, its tokens and those of them that a prefix cache had.
         writes: writes an answer to the text of its prompt; None: answers are `said`.
         longest: tokens of an answer without a limit.
         tokens_a_step: tokens that reach the detokenizer at once, as with speculative decoding.
@@ -63,6 +64,7 @@ class ScriptedClient:
         self.said: deque[Sequence[int]] = deque()
         self.prompts: list[list[int]] = []
         self.writes: Callable[[str], str] | None = None
+        self.used: list[tuple[int, int]] = []
         self._blocks: set[int] = set()
         self.longest = LONGEST
         self.tokens_a_step = 1
@@ -116,6 +118,7 @@ class ScriptedClient:
             known = known and before in self._blocks
             found = end if known else found
             self._blocks.add(before)
+        self.used.append((len(prompt), found))
         return found
 
     def _children(self, request: Any, queue: RequestOutputCollector) -> list[Any]:
