@@ -121,7 +121,7 @@ def test_the_models_are_listed_with_what_the_other_gateway_knows_of_them(
         assert [card["id"] for card in cards] == ["near", "other-name", "near-pooling"]
         assert {card["max_model_len"] for card in cards} == {8192}
         assert client.get("/v1/models/other-name").status_code == 200
-        assert complete(client, model="other-name").json()["model"] == "near"
+        assert complete(client, model="other-name").json()["model"] == "other-name"
         assert complete(client, model="far").json()["error"]["code"] == "model_not_found"
 
 

@@ -161,6 +161,38 @@ async def test_a_schema_that_many_send_at_once_is_compiled_once(monkeypatch: pyt
     assert tried == 3, "one for all, one that was given up, and one for who waited for it"
 
 
+PATCH = """start: "*** Begin" LF line+ "*** End"
+line: ("+" | "-") /(.*)/ LF
+%import common.LF
+"""
+
+
+@pytest.mark.fault("E14")
+@pytest.mark.parametrize(
+    ("syntax", "definition", "text", "fits"),
+    [
+        ("lark", PATCH, '*** Begin\n+é "\\\n-\n*** End', True),
+        ("lark", PATCH, "*** Begin\n*** End", False),
+        ("lark", PATCH, "*** Begin\n+a\n", False),
+        ("lark", PATCH, "", False),
+        ("lark", "start: :", "a", False),
+        ("regex", "[a-c]{2}\\n?", "ab\n", True),
+        ("regex", "[a-c]{2}\\n?", "abc", False),
+        ("regex", "(a+)+b", "a" * 50_000, False),
+        ("lark", "start: start start | start | /a/", "a" * 50_000, False),
+    ],
+)
+async def test_whether_a_text_is_of_a_grammar_is_told_in_time(
+    syntax: str, definition: str, text: str, *, fits: bool
+) -> None:
+    """The last of them takes longer than anybody waits, which counts as a no."""
+    compiler = TrialCompiler(LimitSettings(), QueueMetrics(CollectorRegistry()))
+    try:
+        assert await compiler.fits(text, syntax, definition, tenant="acme") is fits
+    finally:
+        compiler.close()
+
+
 @pytest.mark.chaos
 def test_a_compile_server_that_died_is_replaced() -> None:
     with run_fake(FakeEngine("text")) as gateway:

@@ -6,7 +6,7 @@ Rendering, sampling parameters, the stop of a token, detokenizing, stop strings 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.engine.parallel_sampling import ParentRequest
+from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.request import Request
 
 from baton.config.groups import EngineSettings
@@ -33,6 +34,8 @@ from baton.models.store import ModelStore
 from baton.telemetry.ids import RequestContext
 from support.gateways import run_fake
 
+BLOCK = 16
+"""Tokens of a block of the prefix cache."""
 LONGEST = 64
 """Tokens of an answer without a limit."""
 
@@ -43,6 +46,9 @@ class ScriptedClient:
     Attributes:
         said: the tokens of the next answers, each repeated until the answer ends.
         prompts: token ids of all prompts so far.
+        used: of each prompt, its tokens and those of them that a prefix cache had.
+        writes: writes an answer to the text of its prompt; None: answers are `said`.
+        longest: tokens of an answer without a limit.
         tokens_a_step: tokens that reach the detokenizer at once, as with speculative decoding.
     """
 
@@ -57,6 +63,10 @@ class ScriptedClient:
         self.output_processor = OutputProcessor(self.renderer.tokenizer, log_stats=False)
         self.said: deque[Sequence[int]] = deque()
         self.prompts: list[list[int]] = []
+        self.writes: Callable[[str], str] | None = None
+        self.used: list[tuple[int, int]] = []
+        self._blocks: set[int] = set()
+        self.longest = LONGEST
         self.tokens_a_step = 1
 
     async def get_supported_tasks(self) -> tuple[str, ...]:
@@ -80,9 +90,11 @@ class ScriptedClient:
         self.input_processor.assign_request_id(request)
         self.prompts.append(list(request.prompt_token_ids or ()))
         queue = RequestOutputCollector(params.output_kind, request.request_id)
-        said = self.said.popleft() if self.said else [*self.renderer.tokenizer.encode("ok")]
+        said, cached = self._answer(self.prompts[-1]), self._cached(self.prompts[-1])
         for each in self._children(request, queue):
-            for output in self._steps(each, said):
+            for number, output in enumerate(self._steps(each, said)):
+                if not number:
+                    output.prefill_stats = PrefillStats(num_cached_tokens=cached)
                 aborted = self.output_processor.process_outputs([output]).reqs_to_abort
                 if (found := queue.get_nowait()) is not None:
                     assert isinstance(found, RequestOutput)
@@ -90,6 +102,24 @@ class ScriptedClient:
                 if aborted:
                     self.output_processor.abort_requests(aborted, internal=True)
                     break
+
+    def _answer(self, prompt: list[int]) -> Sequence[int]:
+        tokenizer = self.renderer.tokenizer
+        if self.writes is not None:
+            text = self.writes(tokenizer.decode(prompt))
+            return [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+        return self.said.popleft() if self.said else [*tokenizer.encode("ok")]
+
+    def _cached(self, prompt: list[int]) -> int:
+        """Count the tokens that a prefix cache has of a prompt: the whole blocks that an earlier one began with."""
+        found, known, before = 0, True, 0
+        for end in range(BLOCK, len(prompt), BLOCK):
+            before = hash((before, *prompt[end - BLOCK : end]))
+            known = known and before in self._blocks
+            found = end if known else found
+            self._blocks.add(before)
+        self.used.append((len(prompt), found))
+        return found
 
     def _children(self, request: Any, queue: RequestOutputCollector) -> list[Any]:
         """The requests to the engine: one for each of `n` answers."""
@@ -107,7 +137,7 @@ class ScriptedClient:
     def _steps(self, request: Any, said: Sequence[int]) -> list[EngineCoreOutput]:
         """The steps of one answer, which the scheduler's own rule ends."""
         core, steps = Request.from_engine_core_request(request, None), list[EngineCoreOutput]()
-        for number, token in enumerate(islice(cycle(said), LONGEST)):
+        for number, token in enumerate(islice(cycle(said), self.longest)):
             if number % self.tokens_a_step == 0:
                 steps.append(EngineCoreOutput(request.request_id, []))
             core.append_output_token_ids(token)
@@ -158,6 +188,7 @@ class ScriptedGateway:
 
     engine: ScriptedEngine
     http: httpx.Client
+    url: str
 
     def tokens(self, text: str) -> list[int]:
         found: list[int] = self.engine.client.renderer.tokenizer.encode(text, add_special_tokens=False)
@@ -172,14 +203,20 @@ class ScriptedGateway:
 
 
 @contextmanager
-def run_scripted(**serving: Any) -> Iterator[ScriptedGateway]:
+def run_scripted(
+    aliases: tuple[str, ...] = (), args: dict[str, Any] | None = None, **serving: Any
+) -> Iterator[ScriptedGateway]:
     """Run a gateway whose engine has SmolLM2's tokenizer and template.
 
     Args:
+        aliases: further names of the engine.
+        args: vLLM's arguments.
         serving: vLLM's serving options.
     """
     model = str(ModelStore(load_settings().models_folder).resolve("smollm2"))
-    settings = EngineSettings(name="a", model=model, handoff=True, serving=serving)
+    settings = EngineSettings(
+        name="a", aliases=aliases, model=model, handoff=True, args=args or {}, serving=serving
+    )
     engine = ScriptedEngine(settings, model, salt=lambda _tenant: None, starts=Starts())
     with run_fake(engine, handoffs={"auto": "off"}) as running, running.client() as http:
-        yield ScriptedGateway(engine, http)
+        yield ScriptedGateway(engine, http, running.url)

@@ -61,7 +61,7 @@ STREAMS = (Operation.COMPLETIONS, Operation.CHAT, Operation.RESPONSES, Operation
 @given(VALUES, st.sampled_from(STREAMS), st.sampled_from(["", "error", "message_stop"]), st.booleans())
 def test_any_event_is_passed_on_or_refused(value: Any, operation: Operation, name: str, hides: bool) -> None:
     context = RequestContext("id")
-    reader = StreamReader(operation, Names("far", "near"), TokenCount(context), hides)
+    reader = StreamReader(operation, Names("far", "near", "near"), TokenCount(context), hides)
     failure: BatonError | None = None
     told = ""
     try:
@@ -145,13 +145,13 @@ async def test_numbers_that_no_json_holds_become_null(number: str) -> None:
         reply = await whole_reply(
             Whole(body),  # type: ignore[arg-type]  # as much of an answer as is read
             1000,
-            Names(there, "near"),
+            Names(there, "near", "asked"),
             TokenCount(RequestContext("id")),
         )
         told = json.loads(reply.body, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
         assert told["data"] == [{"embedding": [0.5, None]}]
     whole = b'{"model":  "far", "data": [0.5]}'
-    reply = await whole_reply(Whole(whole), 1000, Names("far", "far"), TokenCount(RequestContext("id")))  # type: ignore[arg-type]  # as above
+    reply = await whole_reply(Whole(whole), 1000, Names("far", "far", "far"), TokenCount(RequestContext("id")))  # type: ignore[arg-type]  # as above
     assert reply.body == whole, "what is JSON goes on byte by byte"
 
 
@@ -160,7 +160,7 @@ def test_halves_of_a_character_are_passed_on_and_depth_is_refused_beside_them() 
     for half in ("\\ud83d", "\\uDE00", "\\\\ud83d"):
         event = ServerEvent("", f'{{"choices": [{{"delta": {{"content": "a{half}"}}}}]}}')
         reader = StreamReader(
-            Operation.CHAT, Names("near", "near"), TokenCount(RequestContext("id")), hides_usage=False
+            Operation.CHAT, Names("near", "near", "near"), TokenCount(RequestContext("id")), hides_usage=False
         )
         assert reader.passed_on(event) == str(event)
     deep = '["\\ud83d",' + "[" * 500 + "]" * 500 + "]"

@@ -91,6 +91,17 @@ def test_a_group_may_come_half_from_the_file_and_half_from_the_environment(
             '[[engines]]\nname = "a"\nmodel = "x"\naliases = ["b c"]',
             "engines.0.aliases.0: string should match",
         ),
+        ('[[engines]]\nname = "a-*"\nmodel = "x"', "engines.0.name: string should match pattern"),
+        (
+            '[[engines]]\nname = "a"\nmodel = "x"\naliases = ["c-*"]\n[[engines]]\nname = "b"\nmodel = "y"\n'
+            'aliases = ["c-*"]',
+            "engines: the name 'c-*' is given twice",
+        ),
+        (
+            '[[engines]]\nname = "a"\nmodel = "x"\ndefault = true\n[[engines]]\nname = "b"\nmodel = "y"\n'
+            "default = true",
+            "engines 'b': `default = true` is set for 'a' already",
+        ),
         ("engines = []", "engines: name at least one"),
         (
             '[[engines]]\nname = "a"\nmodel = "x"\nlatent = true',

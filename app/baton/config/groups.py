@@ -435,6 +435,8 @@ CPU_KV_CACHE_BYTES = 512 * MIB
 """KV pool of an engine on a CPU whose settings name none, so that two engines fit on a laptop."""
 
 EngineName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$")]
+Alias = Annotated[str, Field(pattern=r"^[A-Za-z0-9*][A-Za-z0-9._:/*-]{0,127}$")]
+"""A name, or a pattern of names: `*` stands for any characters."""
 
 
 HostName = Annotated[
@@ -471,10 +473,16 @@ class EngineSettings(Frozen):
     """One `[[engines]]` table: one vLLM engine, or another server."""
 
     name: EngineName = Field(description="The word by which a request's `model` picks this engine.")
-    aliases: tuple[EngineName, ...] = Field(
+    aliases: tuple[Alias, ...] = Field(
         (),
         description="Further words for it in `model`; `/v1/models` lists them too. Names and "
-        "aliases are unique over all engines.",
+        "aliases are unique over all engines. `*` stands for any characters (`claude-*`): such a pattern "
+        "picks the engine where no name fits, the first that does, and is not listed.",
+    )
+    default: bool = Field(
+        False,
+        description="Whether requests that name no `model` get this engine, where several of its `runner` "
+        "could answer. One engine of a `runner` at most.",
     )
     model: str = Field(
         min_length=1,
@@ -567,6 +575,11 @@ class EngineSettings(Frozen):
     def _given(self, name: str) -> bool:
         default = type(self).model_fields[name].get_default(call_default_factory=True)
         return bool(getattr(self, name) != default)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names under which it is listed: all but patterns."""
+        return (self.name, *(alias for alias in self.aliases if "*" not in alias))
 
     @property
     def own(self) -> bool:

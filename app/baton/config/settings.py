@@ -162,6 +162,16 @@ class Settings(BaseSettings):
             raise ValueError(f"engines: the name '{twice[0]}' is given twice")
         return self
 
+    @model_validator(mode="after")
+    def _one_engine_of_a_runner_is_the_default(self) -> Settings:
+        for runner in ("generate", "pooling"):
+            default = [engine.name for engine in self.engines if engine.default and engine.runner == runner]
+            if len(default) > 1:
+                raise ValueError(
+                    f"engines '{default[1]}': `default = true` is set for '{default[0]}' already"
+                )
+        return self
+
     @property
     def own_engines(self) -> tuple[EngineSettings, ...]:
         """Return the engines that run here; the others are servers elsewhere."""

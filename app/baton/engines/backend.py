@@ -52,6 +52,14 @@ class Operation(StrEnum):
         }
 
 
+CAPABILITIES = (
+    *("generate", "tools", "reasoning", "vision", "handoffs"),
+    *("embeddings", "classify", "score", "rerank", "pooling"),
+)
+"""Words for what a model can do, in its card's `capabilities`: tools are called, thoughts told apart, images
+read, contexts handed over; the others pool."""
+
+
 def unsupported(engine: str, operation: Operation) -> OperationUnsupported:
     """Refuse an operation that an engine's model is not made for."""
     return OperationUnsupported(f"The model '{engine}' does not support {operation.value}.")
@@ -144,7 +152,12 @@ class Backend(Protocol):
 
     @property
     def aliases(self) -> tuple[str, ...]:
-        """Further names that pick it."""
+        """Further names that pick it, and patterns of names, in which `*` stands for any characters."""
+        ...
+
+    @property
+    def default(self) -> bool:
+        """Whether requests that name no model get it, where several engines of its kind could answer."""
         ...
 
     @property
@@ -176,7 +189,7 @@ class Backend(Protocol):
         ...
 
     def cards(self) -> list[Json]:
-        """List its models as `/v1/models` does, in OpenAI's shape."""
+        """List its models as `/v1/models` does, in OpenAI's shape, each with its `capabilities`."""
         ...
 
     async def start(self, report: Report) -> None:

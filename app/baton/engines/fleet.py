@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
+from fnmatch import fnmatchcase
 from functools import partial
 
 import structlog
@@ -22,6 +24,8 @@ from baton.telemetry.page import MergedRegistry
 POLL_S = 0.2
 REASONS = ("died", "hung", "start")
 """Why an engine is restarted: it ended, it made no progress, or the restart before failed."""
+PATTERNED = re.compile(r"[!-~]{1,128}")
+"""What a model's name may be for a pattern to fit it: answers repeat it."""
 STEPS_OF_PATIENCE = 4
 """An engine counts as hung no sooner than after this many times its longest step so far."""
 
@@ -200,7 +204,9 @@ class Fleet:
         self._supervisors = {
             engine.name: Supervisor(engine, supervision, turn, self.metrics) for engine in engines
         }
-        self._aliases = {alias: engine.name for engine in engines for alias in engine.aliases}
+        aliases = {alias: engine.name for engine in engines for alias in engine.aliases}
+        self._aliases = {alias: name for alias, name in aliases.items() if "*" not in alias}
+        self._patterns = {alias: name for alias, name in aliases.items() if "*" in alias}
         self._shared_registries = shared_registries
         self._supervisions: list[asyncio.Task[None]] = []
         self._started = False
@@ -221,8 +227,20 @@ class Fleet:
 
     @property
     def served(self) -> list[str]:
-        """All names and aliases that `pick` accepts."""
+        """All names and aliases that `pick` accepts, without those that only a pattern fits."""
         return [*self._supervisors, *self._aliases]
+
+    def named(self, model: str) -> Engine | None:
+        """Return the engine whose name, alias or pattern fits `model`."""
+        supervisor = self._named(model)
+        return supervisor.engine if supervisor is not None else None
+
+    def _named(self, model: str) -> Supervisor | None:
+        found = self._supervisors.get(self._aliases.get(model, model))
+        if found is None and self._patterns and PATTERNED.fullmatch(model):
+            fitting = (name for pattern, name in self._patterns.items() if fnmatchcase(model, pattern))
+            found = self._supervisors.get(next(fitting, ""))
+        return found
 
     @property
     def states(self) -> dict[str, EngineState]:
@@ -287,10 +305,10 @@ class Fleet:
         await asyncio.gather(*(engine.stop() for engine in self.engines))
 
     def pick(self, model: object, *, pools: bool = False) -> Engine:
-        """Return the ready engine whose name or alias is `model`.
+        """Return the ready engine whose name, alias or pattern fits `model`.
 
         Args:
-            model: the request's `model`; None picks the only engine of its kind, where there is one only.
+            model: the request's `model`; None picks the only engine of its kind, or the default one.
             pools: whether the request is for an engine that pools; others are for one that generates.
 
         Raises:
@@ -299,12 +317,13 @@ class Fleet:
             EngineUnavailable: the engine is not ready.
         """
         if model is None:
-            of_the_kind = [engine.name for engine in self.engines if engine.generates is not pools]
-            names = of_the_kind or self.names
+            of_the_kind = [engine for engine in self.engines if engine.generates is not pools]
+            default = [engine.name for engine in of_the_kind if engine.default]
+            names = default or [engine.name for engine in of_the_kind] or self.names
             model = names[0] if len(names) == 1 else None
         if not isinstance(model, str) or not model:
             raise InvalidRequest(f"'model' must name one of: {', '.join(self.served)}.", param="model")
-        supervisor = self._supervisors.get(self._aliases.get(model, model))
+        supervisor = self._named(model)
         if supervisor is None:
             raise ModelNotFound.among(model, self.served)
         if supervisor.state is not EngineState.READY:

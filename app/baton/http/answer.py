@@ -129,6 +129,10 @@ async def _respond(
     """
     state = state_of(request.scope)
     context = state.context
+    asked = body.get("model")
+    context.model = asked or engine.name
+    if asked not in gateway.fleet.served:  # none, or one that only a pattern fits
+        body["model"] = engine.name
     if operation.generates:
         context.cuts_max_tokens = gateway.settings.limits.cut_max_tokens
         await _require_moderate(request, gateway, engine, operation, body)
@@ -167,6 +171,7 @@ async def _require_moderate(
     if engine.forwarding is None:
         param = "tools" if body.get("tools") else "structured_outputs"
         context.try_grammar = partial(gateway.compiler.require_made, param=param, tenant=context.tenant)
+        context.fits = partial(gateway.compiler.fits, tenant=context.tenant)
     defines = operation is Operation.MESSAGES  # messages there may define tools
     if not defines and CONSTRAINED.isdisjoint(body):
         return

@@ -33,6 +33,7 @@ class RequestContext:
         traceparent: W3C trace context, if it is well formed.
         tracestate: passed on only together with a valid `traceparent`.
         tenant: the owner of the API key; `local` on a gateway without keys.
+        model: name of the model that the client asked for, by which answers call it; empty: the engine's own.
         prompt_tokens: prompt tokens so far.
         generated_tokens: generated tokens so far.
         hops: number of gateways that sent the request on before it came here.
@@ -41,6 +42,8 @@ class RequestContext:
         answer_headers: headers of the answer that the engine adds, before its first event.
         try_grammar: compiles on trial what an engine made of the request, as `structured_outputs` has it, and
             raises where that takes too long. None: the request is the gateway's own.
+        fits: checks whether a text is of a grammar, given both and the grammar's syntax. None: it is not
+            checked.
         images: digests of the request's images, the only ones that its engine may get. None: vLLM names
             them itself.
         take_memory: counts further bytes that the request holds until it ends, of its body or its answer;
@@ -52,6 +55,7 @@ class RequestContext:
     traceparent: str | None = None
     tracestate: str | None = None
     tenant: str = LOCAL_TENANT
+    model: str = ""
     prompt_tokens: int = 0
     generated_tokens: int = 0
     images: frozenset[str] | None = frozenset()
@@ -60,6 +64,7 @@ class RequestContext:
     cuts_max_tokens: bool = True
     answer_headers: dict[str, str] = field(default_factory=dict)
     try_grammar: Callable[[Mapping[str, Any]], Awaitable[None]] | None = None
+    fits: Callable[[str, str, str], Awaitable[bool]] | None = None
     take_memory: Callable[[int], None] = lambda _size: None
 
 

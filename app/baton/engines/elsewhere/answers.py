@@ -231,19 +231,21 @@ class Names:
 
     Attributes:
         there: on the other server.
-        here: what our clients know.
+        here: of our engine, which records of handoffs hold.
+        asked: what the client called it.
     """
 
     there: str
     here: str
+    asked: str
 
     def put(self, answer: Json) -> bool:
         """Write our name into an answer or an event; returns whether that changed it."""
         changed = False
         for place in (answer, answer.get("response"), answer.get("message")):
             if isinstance(place, dict) and isinstance(place.get("model"), str):
-                changed |= place["model"] != self.here
-                place["model"] = self.here
+                changed |= place["model"] != self.asked
+                place["model"] = self.asked
         handoff = answer.get("handoff")
         if isinstance(handoff, dict) and handoff.get("model") == self.there:
             changed |= self.there != self.here

@@ -66,7 +66,7 @@ class RemoteEngine:
 
     def __init__(self, settings: EngineSettings, *, tenants: bool) -> None:
         self._settings = settings
-        self.name, self.aliases = settings.name, settings.aliases
+        self.name, self.aliases, self.default = settings.name, settings.aliases, settings.default
         self.generates, self.supports_handoffs = settings.runner == "generate", settings.handoff
         self.images = ImageInput(limit=ALL_IMAGES if settings.remote.images else 0)
         self.registry = CollectorRegistry()
@@ -156,8 +156,14 @@ class RemoteEngine:
         return self.forwarding.active
 
     def cards(self) -> list[Json]:
-        told = {"object": "model", "created": int(time.time()), "owned_by": "baton"} | self._card
-        return [{"id": name} | told for name in (self.name, *self.aliases)]
+        can = {"generate": self.generates, "pooling": not self.generates, "handoffs": self.supports_handoffs}
+        told = {
+            "object": "model",
+            "created": int(time.time()),
+            "owned_by": "baton",
+            "capabilities": [word for word, able in can.items() if able],
+        } | self._card
+        return [{"id": name} | told for name in self._settings.names]
 
 
 def _cause(error: BaseException) -> str:

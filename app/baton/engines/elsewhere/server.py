@@ -20,7 +20,7 @@ from pydantic_core import to_json
 from baton.admission.breaker import Breaker
 from baton.admission.fair_threads import in_own_thread
 from baton.config.groups import EngineSettings, RemoteSettings
-from baton.engines.backend import Json, Operation, Peer, Reply, StreamReply, WholeReply
+from baton.engines.backend import CAPABILITIES, Json, Operation, Peer, Reply, StreamReply, WholeReply
 from baton.engines.elsewhere.answers import (
     BUSY,
     ERROR_BYTES,
@@ -178,6 +178,8 @@ async def look(client: RemoteClient, settings: RemoteSettings, key: Key, model: 
         return Look()
     card = cards.get(model)
     shown = {name: card[name] for name in OF_THE_MODEL if name in card} if card is not None else None
+    if card is not None and shown is not None and isinstance(can := card.get("capabilities"), list):
+        shown["capabilities"] = [word for word in CAPABILITIES if word in can]
     return Look(card=shown, models=tuple(cards))
 
 
@@ -397,7 +399,6 @@ class RemoteServer:
         self._tenants = tenants
         self._secret = secrets.token_bytes(32)
         self._most = int(engine.remote.answer_bytes)
-        self._names = Names(engine.model, engine.name)
         self._peer: Peer | None = None
         self._is_vllm = False
         self._unknown = True
@@ -422,6 +423,9 @@ class RemoteServer:
         with contextlib.suppress(BatonError):  # it is asked again at the next look
             self._peer = await self._ask_peer(self._keys.of_looks, secrets.token_hex(16), None)
             self._unknown = False
+
+    def _names(self, context: RequestContext) -> Names:
+        return Names(self._engine.model, self._engine.name, context.model or self._engine.name)
 
     def key_id(self, tenant: str) -> str:
         return self._digest(self._keys.of(tenant).value or "")
@@ -448,7 +452,7 @@ class RemoteServer:
                 await answer.close()
                 raise RemoteFailed("The server that answers for this model did not answer with a stream.")
             hides_usage = asks_for_usage(operation, body)
-            reader = StreamReader(operation, self._names, TokenCount(context), hides_usage)
+            reader = StreamReader(operation, self._names(context), TokenCount(context), hides_usage)
             return StreamReply(RemoteEvents(answer, reader, self._most, over), passed_on(answer.headers))
 
     async def create_handoff(self, body: Json, context: RequestContext) -> WholeReply:
@@ -461,7 +465,7 @@ class RemoteServer:
     ) -> WholeReply:
         with self._counted() as over:
             answer = await self._asked(path, headers, content, context)
-            reply = await whole_reply(answer, self._most, self._names, TokenCount(context))
+            reply = await whole_reply(answer, self._most, self._names(context), TokenCount(context))
             over("answered")
             return reply
 

@@ -25,7 +25,7 @@ KINDS = {
     Operation.COMPLETIONS: ("cmpl-", "text_completion"),
     Operation.CHAT: ("chatcmpl-", "chat.completion"),
     Operation.RESPONSES: ("resp_", "response"),
-    Operation.MESSAGES: ("msg-", "message"),
+    Operation.MESSAGES: ("msg_", "message"),
     Operation.EMBEDDINGS: ("embd-", "list"),
     Operation.POOLING: ("pooling-", "list"),
     Operation.CLASSIFY: ("classify-", "list"),
@@ -517,7 +517,7 @@ class Answer:
             "id": f"{prefix}{self._id}",
             "object": kind,
             "created": self._created,
-            "model": self._engine.name,
+            "model": self._context.model or self._engine.name,
         }
 
     def _transfer_fields(self) -> Json:

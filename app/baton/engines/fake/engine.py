@@ -79,6 +79,7 @@ class FakeEngine:
     Attributes:
         name: see `LocalEngine.name`.
         aliases: see `LocalEngine.aliases`.
+        default: see `LocalEngine.default`.
         pooling: whether it embeds instead of generating.
         supports_handoffs: whether handoffs are on; there is no KV, so they only carry tokens.
         plugin: the plugin that answers `/pooling`, if any.
@@ -113,6 +114,7 @@ class FakeEngine:
     images: ImageInput = field(default_factory=ImageInput)
     behaviour: FakeBehaviour = field(default_factory=FakeBehaviour)
     aliases: tuple[str, ...] = ()
+    default: bool = False
     state: EngineState = EngineState.STARTING
     plugin: Plugin | None = None
     throughput: Throughput = field(default_factory=Throughput)
@@ -202,9 +204,17 @@ class FakeEngine:
                 "created": int(time.time()),
                 "owned_by": "baton",
                 "max_model_len": self.context_tokens,
+                "capabilities": self._capabilities(),
             }
             for name in (self.name, *self.aliases)
+            if "*" not in name
         ]
+
+    def _capabilities(self) -> list[str]:
+        if not self.generates:
+            return ["pooling"] if self.plugin is not None else ["embeddings"]
+        found = {"generate": True, "vision": self.images.limit > 0, "handoffs": self.supports_handoffs}
+        return [word for word, can in found.items() if can]
 
     async def call(
         self,

@@ -123,7 +123,8 @@ class Compilers:
         import outlines_core.json_schema  # type: ignore[import-untyped]  # what vLLM calls of it
 
         self._xgrammar: Any = xgrammar
-        self._guidance = llguidance.LLMatcher
+        self._guidance: Any = llguidance.LLMatcher
+        self._bytes = llguidance.LLTokenizer("byte")
         self._outlines: Any = outlines_core
         tokens = vocabulary()
         end = len(tokens) - 1
@@ -137,7 +138,8 @@ class Compilers:
         """Validate a constraint as vLLM does.
 
         Args:
-            kind: `json`, `regex`, `structural_tag` or `grammar`.
+            kind: `json`, `regex`, `structural_tag` or `grammar`; or `fit`, a text and the grammar that it
+                must be of: the process ends where it is not.
 
         Returns:
             What is left to compile.
@@ -153,8 +155,15 @@ class Compilers:
             return [_tried(lambda: grammar.from_regex(text)), text]
         if kind == "structural_tag":
             return [_tried(lambda: self._tags(text))]
+        if kind == "fit":
+            if not _tried(partial(self._fits, **json.loads(text))):
+                os._exit(1)
+            return []
         lark = not any("::=" in line for line in text.split("\n"))
-        return [_tried(lambda: grammar.from_lark(text) if lark else grammar.from_ebnf(text))]
+        made = _tried(lambda: grammar.from_lark(text) if lark else grammar.from_ebnf(text))
+        if made is None and lark:
+            _tried(lambda: self._guidance.validate_grammar(self._guidance.grammar_from_lark(text), None))
+        return [made]
 
     def compile(self, parsed: list[Any]) -> None:
         """Compile what `parse` left."""
@@ -176,6 +185,14 @@ class Compilers:
             for each in found["structures"]
         ]
         return self._xgrammar.Grammar.from_structural_tag(items, found["triggers"])
+
+    def _fits(self, text: str, syntax: str, definition: str) -> bool:
+        """Return whether a text is of a grammar, which llguidance reads byte by byte."""
+        matcher = self._guidance
+        made = matcher.grammar_from_regex if syntax == "regex" else matcher.grammar_from_lark
+        found = matcher(self._bytes, made(definition), log_level=0)
+        read: bool = found.consume_tokens(self._bytes.tokenize_bytes(text.encode()))
+        return read and bool(found.is_accepting())
 
     def _guided(self, schema: str) -> None:
         made = _tried(

@@ -327,7 +327,7 @@ def serving_namespace(settings: EngineSettings, model: str | None = None) -> Nam
     parsers = parsers_of(settings, model or settings.model)
     values: dict[str, Any] = {
         "model": settings.model,
-        "served_model_name": [settings.name, *settings.aliases],
+        "served_model_name": list(settings.names),
         "enable_prompt_tokens_details": True,
         "enable_auto_tool_choice": parsers.calls.name is not None,
         **serving_of(settings),

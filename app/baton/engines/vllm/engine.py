@@ -99,6 +99,14 @@ class Progress:
         return self._clock() - self._last
 
 
+POOLS = {
+    "embeddings": Operation.EMBEDDINGS,
+    "classify": Operation.CLASSIFY,
+    "score": Operation.SCORE,
+    "rerank": Operation.RERANK,
+    "pooling": Operation.POOLING,
+}
+"""The operation by which a model that pools is told to be capable of something."""
 WARM_UPS: tuple[tuple[Operation, Json], ...] = (
     (Operation.COMPLETIONS, {"prompt": [0], "max_tokens": 2, "logprobs": 1}),
     (Operation.EMBEDDINGS, {"input": [0]}),
@@ -166,7 +174,7 @@ class VllmEngine:
         last_words: Callable[[], str | None] = lambda: None,
     ) -> None:
         self._settings = settings
-        self.name, self.aliases = settings.name, settings.aliases
+        self.name, self.aliases, self.default = settings.name, settings.aliases, settings.default
         self.generates, self.supports_handoffs = settings.runner == "generate", settings.handoff
         self.translates = settings.translate
         self.forwarding = None
@@ -285,7 +293,8 @@ class VllmEngine:
         self._running = await self._build(await asyncio.wrap_future(self._thread.built), report)
         self._opened.callback(_end_requests, self._running.client)
         cards = await self._running.serving.cards()
-        self._cards = [card | self._parsers.cards() for card in cards]
+        told = {"capabilities": self._capabilities(self._running)} | self._parsers.cards()
+        self._cards = [card | told for card in cards]
         if self._args.worker_extension_cls == MOVES_EXTENSION:
             self.moves_unsupported = await enable_moves(self._running.client)
         report("warming up")
@@ -295,6 +304,20 @@ class VllmEngine:
         if self.placeholder is not None:
             (architecture,) = self._args.hf_overrides["architectures"]
             self._log.info("latent_steps_ready", architecture=architecture, placeholder=self.placeholder)
+
+    def _capabilities(self, running: Running) -> list[str]:
+        """List what the model can do, in the words of `CAPABILITIES`."""
+        if not self.generates:
+            of_vllm = [word for word, operation in POOLS.items() if running.serving.method(operation)]
+            return of_vllm if running.plugin is None else ["pooling"]
+        found = {
+            "generate": True,
+            "tools": running.serving.reads_calls,
+            "reasoning": self._parsers.thoughts.name is not None,
+            "vision": self.images.limit > 0,
+            "handoffs": self.supports_handoffs,
+        }
+        return [word for word, can in found.items() if can]
 
     async def _build(self, client: AsyncLLM, report: Report) -> Running:
         """Build what requests need around an engine's client, which has no request yet."""

@@ -29,7 +29,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
     ChatCompletionResponse,
 )
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponse
-from vllm.entrypoints.openai.responses.protocol import ResponsesRequest, ResponsesResponse
+from vllm.entrypoints.openai.responses.protocol import ResponsesResponse
 from vllm.entrypoints.pooling.classify.protocol import ClassificationRequest, ClassificationResponse
 from vllm.entrypoints.pooling.embed.protocol import EmbeddingRequest, EmbeddingResponse
 from vllm.entrypoints.pooling.pooling.protocol import PoolingRequest, PoolingResponse
@@ -53,6 +53,7 @@ from vllm.utils.mistral import is_mistral_tokenizer
 from baton.engines.backend import Json, Operation, Reply, StreamReply, WholeReply
 from baton.engines.transfers import TransferRequest
 from baton.engines.vllm.client import CURRENT_CALL, Call, WatchedClient
+from baton.engines.vllm.custom_tools import ResponsesRequest, check_inputs
 from baton.engines.vllm.errors import UNFORESEEN, from_response, translate
 from baton.errors import BatonError, GenerationFailed, InvalidRequest
 from baton.telemetry.ids import RequestContext
@@ -79,14 +80,10 @@ STRINGS = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 
 
 def for_responses(operation: Operation, body: Json, context: RequestContext) -> Json:
-    """Put the id into the body of a responses request, and drop nulls on which vLLM's answer would fail."""
+    """Put the id into the body of a responses request, and drop nulls, of which vLLM refuses some."""
     if operation is not Operation.RESPONSES:
         return body
-    kept = {
-        key: value
-        for key, value in body.items()
-        if value is not None or key not in ("background", "truncation")
-    }
+    kept = {key: value for key, value in body.items() if value is not None}
     return kept | {"request_id": f"resp_{context.request_id}"}
 
 
@@ -199,6 +196,36 @@ def require_honoured_tools(body: Json, *, reads_calls: bool) -> None:
         )
 
 
+def require_clients_tools(body: Json) -> None:
+    """Refuse tools of Anthropic's that its servers run, or that its models alone were trained to call.
+
+    Raises:
+        InvalidRequest: `param` names the tool's type.
+    """
+    tools = body.get("tools")
+    for at, tool in enumerate(tools if isinstance(tools, list) else ()):
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if kind not in (None, "custom"):
+            raise InvalidRequest(
+                f"'tools[{at}]' is of the type '{str(kind)[:64]}', which this gateway does not run: leave it "
+                "out, or offer a tool of your own, with 'name' and 'input_schema'.",
+                param=f"tools[{at}].type",
+            )
+    if body.get("mcp_servers"):
+        raise InvalidRequest(
+            "'mcp_servers': tool servers are not asked for clients: call the tool yourself and send its "
+            "result.",
+            param="mcp_servers",
+        )
+
+
+def without_budget(body: Json) -> Json:
+    """Drop the budget of thoughts, which a model that has none keeps in any case; vLLM refuses it there."""
+    thinking = body.get("thinking")
+    budgeted = isinstance(thinking, dict) and thinking.get("type") == "enabled"
+    return {key: value for key, value in body.items() if key != "thinking"} if budgeted else body
+
+
 def countable(body: Json) -> Json:
     """Forbid calls of tools in a body whose tokens an engine counts that cannot read such calls."""
     return body | {"tool_choice": {"type": "none"}} if body.get("tools") else body
@@ -211,8 +238,17 @@ def asked_tokens(body: Json) -> int | None:
 
 
 def within_context(body: Json, longest: int) -> Json:
-    """Lower the longest answer to the model's context, above which vLLM refuses the body."""
-    above = {field: longest for field in LENGTHS if type(body.get(field)) is int and body[field] > longest}
+    """Lower the longest answer to the model's context, above which vLLM refuses the body.
+
+    Thoughts of Anthropic's API have a budget, which must stay below that.
+    """
+    above: Json = {
+        field: longest for field in LENGTHS if type(body.get(field)) is int and body[field] > longest
+    }
+    thinking = body.get("thinking")
+    budget = thinking.get("budget_tokens") if isinstance(thinking, dict) else None
+    if "max_tokens" in above and type(budget) is int and longest <= budget < body["max_tokens"]:
+        above["thinking"] = body["thinking"] | {"budget_tokens": longest - 1}
     return body | above
 
 
@@ -220,6 +256,7 @@ def within_context(body: Json, longest: int) -> Json:
 
 BEFORE_THE_ENGINE = ("response.created", "response.in_progress")
 """Events that vLLM sends before the engine has accepted the request."""
+MESSAGE_START = "event: message_start"
 BEFORE_MORE = (*BEFORE_THE_ENGINE, "response.output_item.done")
 """Events that are held back until the next one."""
 NULL = RootModel[None](None)
@@ -286,10 +323,15 @@ HANDLERS: dict[Operation, Handler] = {
 
 
 class Handlers:
-    """The serving handlers of one engine."""
+    """The serving handlers of one engine.
 
-    def __init__(self, state: State) -> None:
+    Args:
+        budgets: whether the engine keeps budgets of thoughts.
+    """
+
+    def __init__(self, state: State, *, budgets: bool = False) -> None:
         self._state = state
+        self._budgets = budgets
         self._parsers = {operation: TypeAdapter(route.request) for operation, route in HANDLERS.items()}
 
     @classmethod
@@ -310,8 +352,11 @@ class Handlers:
         # The wrapper answers everything an EngineClient does.
         await init_app_state(client, state, namespace, tasks)
         if (messages := getattr(state, "anthropic_serving_messages", None)) is not None:
-            messages.messages_full_converter = _with_any_arguments(messages.messages_full_converter)
-        return cls(state)
+            messages.messages_full_converter = _as_anthropic(messages.messages_full_converter)
+        models = state.openai_serving_models
+        models.model_name = _as_asked(models.model_name)
+        reasoning = client.vllm_config.reasoning_config
+        return cls(state, budgets=reasoning is not None and reasoning.enabled)
 
     def method(self, operation: Operation) -> Method | None:
         """Return the handler's method that answers `operation`; None: the model does not support it."""
@@ -335,9 +380,15 @@ class Handlers:
         """
         if operation is Operation.RESPONSES:
             require_honoured_tools(body, reads_calls=self.reads_calls)
-        elif operation is Operation.COUNT_TOKENS and not self.reads_calls:
-            body = countable(body)
-        return self._parsers[operation].validate_python(readable_calls(body))
+        elif operation in (Operation.MESSAGES, Operation.COUNT_TOKENS):
+            require_clients_tools(body)
+            body = body if self._budgets else without_budget(body)
+            if operation is Operation.COUNT_TOKENS and not self.reads_calls:
+                body = countable(body)
+        request = self._parsers[operation].validate_python(readable_calls(body))
+        if operation is Operation.RESPONSES:
+            request.take_grammars(self._state.serving_tokenization.online_renderer.parser)
+        return request
 
     async def render(self, body: dict[str, Any]) -> str:
         """Render a conversation with the model's chat template, by the renderer of chat requests.
@@ -388,11 +439,18 @@ async def events(operation: Operation, generator: AsyncIterator[Any]) -> AsyncIt
     """
     if operation is not Operation.RESPONSES:
         async for event in generator:
-            yield event
+            yield _with_message_id(event) if event.startswith(MESSAGE_START) else event
         return
-    held: list[Any] = []
+    held, custom = list[Any](), dict[Any, Any]()
     async for event in generator:
+        if event.type == "response.output_item.done" and event.item.type == "custom_tool_call":
+            await check_inputs(CURRENT_CALL.get(), [event.item])
+            custom[event.item.id] = event.item
         if event.type == "response.completed":
+            # vLLM makes these items anew, with other ids of the calls.
+            event.response.output = [
+                custom.get(getattr(item, "id", None), item) for item in event.response.output
+            ]
             mark_cut(event.response, *(each.item for each in held if hasattr(each, "item")))
         held.append(event)
         if event.type not in BEFORE_MORE:
@@ -419,8 +477,29 @@ def _written(event: Any) -> str:
     return f"event: {name}\ndata: {data}\n\n"
 
 
-def _with_any_arguments(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Keep calls whose arguments are no object in an answer of `/v1/messages`, as a streamed one does.
+def _as_asked(own: Callable[..., str]) -> Callable[..., str]:
+    """Call the model in an answer what the request called it, also where that is an alias.
+
+    Args:
+        own: the method of vLLM's handlers that tells an answer's `model`.
+    """
+
+    def model_name(*args: Any, **kwargs: Any) -> str:
+        call = CURRENT_CALL.get(None)
+        return (call.context.model if call is not None else "") or own(*args, **kwargs)
+
+    return model_name
+
+
+def _with_message_id(text: str) -> str:
+    """Write the id of an answer of `/v1/messages`, which vLLM takes from a chat's, as Anthropic does."""
+    return text.replace("chatcmpl-", "msg_", 1)
+
+
+def _as_anthropic(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Give an answer of `/v1/messages` an id of Anthropic's shape, and keep arguments that are no object.
+
+    A streamed answer keeps them too.
 
     Args:
         convert: the method of vLLM's handler that makes such an answer from a chat's.
@@ -432,6 +511,7 @@ def _with_any_arguments(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
         for call in calls:
             call.arguments = "{}"
         answer = convert(chat)
+        answer.id = _with_message_id(answer.id)
         blocks = [block for block in answer.content if block.type == "tool_use"]
         for block, arguments in zip(blocks, given, strict=True):
             found = _parsed(arguments)
@@ -494,6 +574,7 @@ class ReplyTranslator:
             raise failure
         if isinstance(answer, HANDLERS[operation].response):
             if operation is Operation.RESPONSES:
+                await check_inputs(call, answer.output)
                 mark_cut(answer)
             return WholeReply(answer.model_dump_json(**HANDLERS[operation].dump).encode())
         if isinstance(answer, Response):

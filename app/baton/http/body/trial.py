@@ -120,6 +120,18 @@ class TrialCompiler:
         """
         await self.require(doubtful_grammars(grammar, param), tenant)
 
+    async def fits(self, text: str, syntax: str, definition: str, *, tenant: str) -> bool:
+        """Return whether a text is of a grammar; False also where that takes too long to tell.
+
+        Args:
+            syntax: of the grammar: `lark` or `regex`.
+
+        Raises:
+            GatewayOverloaded: too many constraints are being compiled.
+        """
+        asked = {"text": text, "syntax": syntax, "definition": definition}
+        return not self._seconds or await self._compiles(Constraint("", "fit", json.dumps(asked), 0), tenant)
+
     async def _compiles(self, constraint: Constraint, tenant: str) -> bool:
         key = hashlib.sha256(f"{constraint.kind}\0{constraint.text}".encode()).digest()
         known = self._known(key)

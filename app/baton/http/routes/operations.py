@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +13,7 @@ from fastapi.responses import FileResponse, JSONResponse, RedirectResponse
 
 from baton import __version__
 from baton.engines.installed_plugins import installed_plugins, running_platform
-from baton.errors import ModelNotFound, NotFound
+from baton.errors import InvalidRequest, ModelNotFound, NotFound
 from baton.http.request import Gateway, context_of, gateway_of, in_a_thread
 
 # Report health and version. These are the only routes that need no API key.
@@ -117,24 +118,65 @@ async def redoc() -> RedirectResponse:
     return RedirectResponse("docs", headers=HEADERS)
 
 
-# Serve `GET /v1/models`: the models of all engines.
+# Serve `GET /v1/models`: the models of all engines, in OpenAI's shape or in Anthropic's.
 
 
 @router.get("/v1/models")
-async def list_models(request: Request) -> dict[str, Any]:
-    """List the served models."""
+async def list_models(
+    request: Request,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 1000,
+    after_id: Annotated[str | None, Query(max_length=128)] = None,
+    before_id: Annotated[str | None, Query(max_length=128)] = None,
+) -> dict[str, Any]:
+    """List the served models.
+
+    With the header `anthropic-version` the answer has Anthropic's shape, and only the models that generate;
+    the parameters are of that shape.
+    """
     engines = gateway_of(request).fleet.engines
-    return {"object": "list", "data": [card for engine in engines for card in engine.cards()]}
+    if not _of_anthropic(request):
+        return {"object": "list", "data": [card for engine in engines for card in engine.cards()]}
+    cards = [_as_anthropic(card) for engine in engines if engine.generates for card in engine.cards()]
+    ids = [card["id"] for card in cards]
+    for name, given in (("after_id", after_id), ("before_id", before_id)):
+        if given is not None and given not in ids:
+            raise InvalidRequest(f"'{name}' must be the id of a model of this list.", param=name)
+    first = ids.index(after_id) + 1 if after_id is not None else 0
+    last = ids.index(before_id) if before_id is not None else len(ids)
+    page = cards[first:last][-limit:] if before_id is not None else cards[first:last][:limit]
+    return {
+        "data": page,
+        "has_more": len(page) < len(cards[first:last]),
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+    }
 
 
 @router.get("/v1/models/{model:path}")
 async def retrieve_model(request: Request, model: str) -> dict[str, Any]:
-    """Show one served model."""
-    for engine in gateway_of(request).fleet.engines:
-        for card in engine.cards():
-            if card["id"] == model:
-                return card
-    raise ModelNotFound.among(model, gateway_of(request).fleet.served)
+    """Show one served model, also by a name that only a pattern of an engine's aliases fits."""
+    fleet = gateway_of(request).fleet
+    cards = {card["id"]: card for engine in fleet.engines for card in engine.cards()}
+    engine = fleet.named(model)
+    card = cards.get(model) or cards.get(engine.name if engine is not None else "")
+    if card is None:
+        raise ModelNotFound.among(model, fleet.served)
+    card = card | {"id": model}
+    return _as_anthropic(card) if _of_anthropic(request) else card
+
+
+def _of_anthropic(request: Request) -> bool:
+    """Return whether a client expects answers in the shape of Anthropic's API."""
+    return "anthropic-version" in request.headers
+
+
+def _as_anthropic(card: dict[str, Any]) -> dict[str, Any]:
+    """Return a model's card in the shape of Anthropic's API."""
+    created, longest = card["created"], card.get("max_model_len")  # a server elsewhere may have made them up
+    when = datetime.fromtimestamp(created if type(created) is int and 0 <= created < 2**32 else 0, UTC)
+    told = {"type": "model", "id": card["id"], "display_name": card["id"]}
+    told["created_at"] = when.strftime("%Y-%m-%dT%H:%M:%SZ")
+    return told | ({"max_input_tokens": longest, "max_tokens": longest} if type(longest) is int else {})
 
 
 # Serve `GET /v1/peer`: what another gateway, which sends requests on to this one, must know of it.
@@ -152,8 +194,7 @@ async def show_peer(
     learns nothing from it. `handoff` says whether the engine `model` supports handoffs.
     """
     gateway = gateway_of(request)
-    engines = (engine for engine in gateway.fleet.engines if model in (engine.name, *engine.aliases))
-    found = next(engines, None)
+    found = gateway.fleet.named(model)
     return {
         "object": "peer",
         "version": __version__,

@@ -1,0 +1,282 @@
+"""Hold what a model says to a custom tool of `/v1/responses` to the tool's grammar.
+
+vLLM shows a custom tool to the model as a function with one text, `input`, and refuses its grammar. Here the
+grammar is written anew for a JSON string and put where the function's schema would stand in the grammar of
+calls, so that the model can say nothing else. Where that cannot be done, the model is free, and what it said
+is checked afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from openai.types.responses import CustomTool, FunctionTool
+from pydantic import PrivateAttr, model_validator
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest as VllmResponsesRequest
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.tool_parsers.structural_tag_registry import get_model_structural_tag, limit_to_single_tool_call
+
+from baton.engines.vllm.client import CURRENT_CALL, Call
+from baton.errors import BatonError, InvalidRequest
+
+SHOWN = "{description}\n\nIts input must be of this grammar ({syntax}):\n{definition}"
+"""The description of a tool with a grammar, as the model reads it."""
+
+
+@dataclass(frozen=True)
+class InputGrammar:
+    """The grammar of what is said to one custom tool."""
+
+    syntax: Literal["lark", "regex"]
+    definition: str
+
+    def of_call(self) -> str | None:
+        """Write the grammar of a call's arguments, `{"input": "..."}`, for xgrammar.
+
+        Returns:
+            None: xgrammar does not read it, or not as plain rules.
+        """
+        import xgrammar  # vLLM has imported it by now
+
+        try:
+            if self.syntax == "regex":
+                found = str(xgrammar.Grammar.from_regex(self.definition))
+            else:
+                found = str(xgrammar.Grammar.from_lark(self.definition))
+            return _as_arguments(found)
+        except (RuntimeError, ValueError):  # of xgrammar; a rule of another kind
+            return None
+
+    def refusal(self) -> str:
+        """Return why llguidance, which checks inputs, does not read it; empty: it does."""
+        from llguidance import LLMatcher  # vLLM has imported it by now
+
+        made = LLMatcher.grammar_from_regex if self.syntax == "regex" else LLMatcher.grammar_from_lark
+        return str(LLMatcher.validate_grammar(made(self.definition), None)).partition("\n")[0]
+
+
+def input_grammars(tools: Sequence[Any]) -> dict[str, InputGrammar]:
+    """Return the grammar of each custom tool that has one, by the tool's name."""
+    custom = [tool for tool in tools if isinstance(tool, CustomTool)]
+    return {
+        tool.name: InputGrammar(tool.format.syntax, tool.format.definition)
+        for tool in custom
+        if tool.format is not None and tool.format.type == "grammar"
+    }
+
+
+class ResponsesRequest(VllmResponsesRequest):
+    """A request to `/v1/responses`."""
+
+    _parser: Any = PrivateAttr(None)
+    _free: bool = PrivateAttr(True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def check_custom_tool_format(cls, data: Any) -> Any:
+        """Take the grammars that vLLM's method of this name refuses."""
+        return data
+
+    def take_grammars(self, parser: Any) -> None:
+        """Read the grammars of the custom tools, and show them to the model.
+
+        Args:
+            parser: vLLM's class that parses this engine's answers; None: calls of tools are not found.
+
+        Raises:
+            InvalidRequest: `param` names a grammar that cannot be read.
+        """
+        self._parser, self._free = parser, self.extract_structured_outputs() is None
+        grammars = input_grammars(self.tools)
+        for at, tool in enumerate(self.tools):
+            if not isinstance(tool, CustomTool) or (grammar := grammars.get(tool.name)) is None:
+                continue
+            if reason := grammar.refusal():
+                place = f"tools[{at}].format.definition"
+                raise InvalidRequest(
+                    f"'{place}' is no grammar in the syntax '{grammar.syntax}': {reason}.", param=place
+                )
+            tool.description = SHOWN.format(
+                description=tool.description or "", syntax=grammar.syntax, definition=grammar.definition
+            ).strip()
+
+    def to_sampling_params(self, *args: Any, **kwargs: Any) -> SamplingParams:
+        """Constrain the calls of custom tools that have a grammar, or note that they are to be checked."""
+        params = super().to_sampling_params(*args, **kwargs)
+        grammars = input_grammars(self.tools) if self.tool_choice != "none" else {}
+        if grammars:
+            tag = self._tag({name: grammar.of_call() for name, grammar in grammars.items()})
+            if tag is not None:
+                params.structured_outputs = StructuredOutputsParams(structural_tag=tag)
+            else:
+                CURRENT_CALL.get().grammars = grammars
+        return params
+
+    def _tag(self, grammars: dict[str, str | None]) -> str | None:
+        """Write the structural tag of all tools' calls, with the grammars of custom ones in it.
+
+        Returns:
+            None: the client constrains the answer itself, vLLM has no structural tag for this model's calls,
+                or the tag has no place for a grammar.
+        """
+        tool_parser = getattr(self._parser, "tool_parser_cls", None)
+        model = getattr(tool_parser, "structural_tag_model", None)
+        if model is None or not self._free or None in grammars.values():
+            return None
+        level = self._parser.tool_strict_level
+        if level == 0 and tool_parser.default_tool_strict_level is not None:
+            level = tool_parser.default_tool_strict_level
+        shown = [_marked(tool) if getattr(tool, "name", None) in grammars else tool for tool in self.tools]
+        tag = get_model_structural_tag(model, shown, self.tool_choice, reasoning=False, strict_level=level)
+        if tag is None:
+            return None
+        if self.parallel_tool_calls is False:
+            limit_to_single_tool_call(tag)
+        found = tag.model_dump()
+        return json.dumps(found) if _placed(found, grammars) else None
+
+
+def _marked(tool: Any) -> FunctionTool:
+    """Return the function that a custom tool is shown as, with a schema that marks where its input goes."""
+    return FunctionTool(type="function", name=tool.name, parameters={"const": tool.name}, strict=True)
+
+
+def _placed(tag: Any, grammars: dict[str, str | None]) -> bool:
+    """Put each grammar where its mark is; return whether every mark stood where JSON is expected."""
+    if isinstance(tag, list):
+        return all(_placed(each, grammars) for each in tag)
+    if not isinstance(tag, dict):
+        return True
+    schema = tag.get("json_schema")
+    name = schema.get("const") if isinstance(schema, dict) and schema.keys() == {"const"} else None
+    if tag.get("type") != "json_schema" or name not in grammars:
+        return all(_placed(each, grammars) for each in tag.values())
+    if tag.get("style", "json") != "json":
+        return False
+    tag.clear()
+    tag |= {"type": "grammar", "grammar": grammars[name]}
+    return True
+
+
+# Write a grammar anew for a text that stands in a JSON string.
+
+RULES = re.compile(r'"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]', re.DOTALL)
+"""What a grammar that xgrammar writes holds of characters: texts and classes."""
+CHARACTER = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))|(.)", re.DOTALL)
+NAMED = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "b": "\b", "a": "\a", "e": "\x1b", "0": "\0"}
+ESCAPED = {ord(each): json.dumps(each)[1:-1] for each in '"\\\n\r\t\b\f'}
+"""The characters that a JSON string holds by a backslash and a letter."""
+CONTROL = 0x20
+"""The first character that a JSON string may hold as it is."""
+
+
+def _as_arguments(rules: str) -> str:
+    """Return the grammar of `{"input": "..."}` for a text of these rules.
+
+    Args:
+        rules: as xgrammar writes a grammar.
+
+    Raises:
+        ValueError: they hold more than texts, classes, names and repetitions.
+    """
+    if re.search(r"\w\(", RULES.sub("", rules)):  # a rule that xgrammar computes, such as Regex(...)
+        raise ValueError(rules)
+    text = "input_text"
+    while text in rules:
+        text += "_"
+    inner = re.sub(r"\broot\b", text, RULES.sub(_in_a_string, rules))
+    whole = 'root ::= "{\\"input\\": \\"" ' + text + ' "\\"}"'  # as vLLM writes it in a history
+    return f"{whole}\n{inner}"
+
+
+def _in_a_string(found: re.Match[str]) -> str:
+    characters = [_character(each) for each in CHARACTER.finditer(found[0][1:-1])]
+    if found[0][0] == '"':
+        return _quoted(json.dumps("".join(chr(point) for point, _ in characters), ensure_ascii=False)[1:-1])
+    return _class(characters)
+
+
+def _character(found: re.Match[str]) -> tuple[int, bool]:
+    """Return a character, and whether it was written as itself, so that it may be a sign of a class."""
+    if digits := found[1] or found[2] or found[3]:
+        return int(digits, 16), False
+    if found[4] is not None:
+        return ord(NAMED.get(found[4], found[4])), False
+    return ord(found[5]), True
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _class(characters: list[tuple[int, bool]]) -> str:
+    """Return the choice between the characters of a class, as a JSON string holds them."""
+    negated = characters[:1] == [(ord("^"), True)]
+    ranges = _ranges(characters[negated:])
+    escaped = [point for point in ESCAPED if any(low <= point <= high for low, high in ranges) is not negated]
+    raw = [(0, CONTROL - 1), *((point, point) for point in ESCAPED if point >= CONTROL)]
+    if negated:
+        bare = f"[^{_written([*ranges, *raw])}]"
+    else:
+        left = [piece for each in ranges for piece in _without(each, raw)]
+        bare = f"[{_written(left)}]" if left else ""
+    choices = [*([bare] if bare else []), *(_quoted(ESCAPED[point]) for point in escaped)]
+    if not choices:
+        raise ValueError(characters)  # control characters alone
+    return f"({' | '.join(choices)})"
+
+
+def _ranges(characters: list[tuple[int, bool]]) -> list[tuple[int, int]]:
+    found, at = list[tuple[int, int]](), 0
+    while at < len(characters):
+        low = characters[at][0]
+        if characters[at + 1 : at + 2] == [(ord("-"), True)] and at + 2 < len(characters):
+            found.append((low, characters[at + 2][0]))
+            at += 3
+        else:
+            found.append((low, low))
+            at += 1
+    return found
+
+
+def _without(each: tuple[int, int], raw: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    left = [each]
+    for low, high in raw:
+        left = [
+            piece
+            for start, end in left
+            for piece in ((start, min(end, low - 1)), (max(start, high + 1), end))
+            if piece[0] <= piece[1]
+        ]
+    return left
+
+
+def _written(ranges: list[tuple[int, int]]) -> str:
+    return "".join(f"\\U{low:08x}-\\U{high:08x}" for low, high in ranges)
+
+
+# Check what a model that was free said to a custom tool.
+
+INCOMPLETE = "incomplete"
+"""The `status` of a call whose input is not, or could not be shown to be, of its tool's grammar."""
+
+
+async def check_inputs(call: Call, items: Sequence[Any]) -> None:
+    """Mark the calls of custom tools whose input their grammar does not allow."""
+    for item in items:
+        if item.type != "custom_tool_call" or (grammar := call.grammars.get(item.name)) is None:
+            continue
+        item.status = "completed" if await _fits(call, grammar, item.input) else INCOMPLETE
+
+
+async def _fits(call: Call, grammar: InputGrammar, text: str) -> bool:
+    if call.context.fits is None:
+        return False
+    try:
+        return await call.context.fits(text, grammar.syntax, grammar.definition)
+    except BatonError:  # too many are being checked
+        return False
