@@ -176,6 +176,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         self._secret = store_secret(folder)
         self._digests = KnownDigests(folder / "weights.json")
         self._verify = settings.verify
+        self._resident = int(settings.resident)
         self._ranks = vllm_config.parallel_config.tensor_parallel_size
         self._scheduler: SchedulerRole | None = None
         self._worker: WorkerRole | None = None
@@ -223,6 +224,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             verify=self._verify,
             rank=self._vllm_config.parallel_config.rank,
             ranks=self._ranks,
+            resident=self._resident,
         )
 
     def enable_moves(self, model: torch.nn.Module) -> str | None:

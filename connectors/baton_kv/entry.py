@@ -1,14 +1,28 @@
-"""Open stored KV entries and verify their digests, and write them; `format` defines the file."""
+"""Open stored KV entries and verify their digests, write them, and keep what was proved in memory.
+
+`format` defines the file. What was proved once may stay (`Resident`), and is used again without another
+proof. That is safe because nobody else could ever write it: it was copied into memory of this process alone
+and proved there, or gathered there from the engine's own cache by the save that digested it. The file is
+asked each time whether it is still that entry, by its digest: that covers key, tenant and model, so no other
+entry has the same.
+"""
 
 from __future__ import annotations
 
+import itertools
 import struct
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy
 
+from baton_kv.contract import EXPENDABLE
 from baton_kv.format import (
     DIGEST_BYTES,
+    PAGE_BYTES,
     EntryDescription,
     EntryIncompatible,
     EntryInvalid,
@@ -16,12 +30,30 @@ from baton_kv.format import (
     Tokens,
     digest_of,
     entry_digest,
+    seal_of,
 )
 from baton_kv.stores.base import Draft, Piece, Reader, StoreError
 
 SlabReader = Callable[[int, range, range], list[memoryview]]
 """Takes a layer, some heads of the whole model and some blocks of the context. Returns their slabs, by head
 and block, valid until the next call."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """What an entry says of itself, verified.
+
+    Attributes:
+        layout: where everything is in its file.
+        tokens: every token id of the context, int32 (tokens,).
+        digests: the digests of its chunks.
+        digest: digest of description, token ids and chunk digests, hexadecimal.
+    """
+
+    layout: EntryLayout
+    tokens: Tokens
+    digests: bytes
+    digest: str
 
 
 class Entry:
@@ -31,8 +63,10 @@ class Entry:
         secret: the store's secret, 32 bytes.
         part: its index among the parts of the entry that is loaded, which exceptions name; None: it is that
             entry.
+        told: what the entry with this file's digest has told before; None: it is read and verified now.
 
     Attributes:
+        told: what it says of itself.
         description: the entry's description.
         digest: digest of description, token ids and chunk digests, hexadecimal.
         tokens: every token id of the context, int32 (tokens,).
@@ -42,30 +76,36 @@ class Entry:
         EntryIncompatible: another version of this format wrote the file.
     """
 
-    def __init__(self, reader: Reader, key: str, secret: bytes, part: int | None = None) -> None:
+    def __init__(
+        self, reader: Reader, key: str, secret: bytes, part: int | None = None, told: Told | None = None
+    ) -> None:
         self._part = part
-        try:
-            self._layout, text = EntryLayout.read(reader)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
-            raise self._invalid(f"the header cannot be read ({type(error).__name__})") from None
         self._reader = reader
         self._secret = secret
-        layout = self._layout
-        self.description = layout.description
+        self.told = self._read() if told is None else told
+        self.description = self.told.layout.description
+        self.digest, self.tokens = self.told.digest, self.told.tokens
+        if self.description.key != key:
+            raise self._invalid("the entry was saved under another key")
+
+    def _read(self) -> Told:
+        """Read and verify all but the slabs."""
+        reader = self._reader
+        try:
+            layout, text = EntryLayout.read(reader)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
+            raise self._invalid(f"the header cannot be read ({type(error).__name__})") from None
         if len(reader) != layout.size:
             raise self._invalid(f"the file has {len(reader)} bytes, its header announces {layout.size}")
         try:
-            tokens = reader.read(layout.tokens, layout.tokens + 4 * self.description.tokens)
-            self._digests = reader.read(layout.digests, layout.digest)
+            tokens = reader.read(layout.tokens, layout.tokens + 4 * layout.description.tokens)
+            digests = reader.read(layout.digests, layout.digest)
         except MemoryError:
             raise self._invalid("its token ids and digests do not fit in memory") from None
-        digest = entry_digest(text, tokens, self._digests, secret)
+        digest = entry_digest(text, tokens, digests, self._secret)
         if digest != reader.read(layout.digest, layout.size):
             raise self._invalid("the description does not match its digest")
-        if self.description.key != key:
-            raise self._invalid("the entry was saved under another key")
-        self.digest = digest.hex()
-        self.tokens: Tokens = numpy.frombuffer(tokens, dtype="<i4")
+        return Told(layout, numpy.frombuffer(tokens, dtype="<i4"), digests, digest.hex())
 
     def require(self, *fingerprints: str) -> None:
         """Refuse an entry of another model, layout or version.
@@ -98,9 +138,10 @@ class Entry:
         data = (memoryview(bytearray(len(heads) * size)) if buffer is None else buffer)[: len(heads) * size]
         self.read_slabs(layer, index, heads.start, blocks.start, [data])
         for position, head in enumerate(heads):
-            at = self._layout.chunk_digest(layer, index, head) - self._layout.digests
+            layout = self.told.layout
+            at = layout.chunk_digest(layer, index, head) - layout.digests
             chunk = data[position * size : (position + 1) * size]
-            if digest_of(self._secret, chunk) != self._digests[at : at + DIGEST_BYTES]:
+            if digest_of(self._secret, chunk) != self.told.digests[at : at + DIGEST_BYTES]:
                 raise self._invalid(f"run {index} of head {head} of layer {layer} does not match its digest")
         return data
 
@@ -114,15 +155,187 @@ class Entry:
         Raises:
             EntryInvalid: the file ends before the buffers are full.
         """
-        start = self._layout.slab(layer, index, head, block)
+        start = self.told.layout.slab(layer, index, head, block)
         if self._reader.read_into(start, buffers) != sum(map(len, buffers)):
             raise self._invalid(f"the file ends within layer {layer}")
 
 
+class Kept:
+    """Runs of one entry's own file, of the heads that a rank holds, in memory.
+
+    Attributes:
+        place: the bytes of the whole memory that are its.
+        key: the entry's key.
+        told: what the entry says of itself; None: its file was not opened yet since it was saved.
+        digest: its digest, hexadecimal; empty: nobody finds it yet.
+        size: bytes of the entry's file.
+        users: number of loads and saves that use it.
+        used: when it was used last, by the count of all uses.
+    """
+
+    def __init__(
+        self, place: range, memory: memoryview, described: EntryDescription, heads: Sequence[int]
+    ) -> None:
+        self.place = place
+        self.key = described.key
+        self.told: Told | None = None
+        self.digest, self.size = "", 0
+        self.users, self.used = 1, 0
+        self._memory = memory
+        self._described = described
+        self._heads = heads
+        self._starts = [0, *itertools.accumulate(_layer_bytes(described, heads))]
+        self._proved: set[tuple[int, int]] = set()
+
+    @property
+    def scope(self) -> str:
+        """Return the tenant's part of its key."""
+        return self.key.partition("/")[0]
+
+    @property
+    def whole(self) -> bool:
+        """Return whether all its runs are there."""
+        return len(self._proved) == sum(map(self._described.runs, range(len(self._heads))))
+
+    def room(self, layer: int, index: int) -> memoryview:
+        """Return the memory of one run; it is filled once, by one thread, before it is `added`."""
+        described = self._described
+        run, row = described.run(layer, index), self._heads[layer] * described.layers[layer].slab_bytes
+        start = self._starts[layer] + (run.start - described.first(layer)) * row
+        return self._memory[start : start + len(run) * row]
+
+    def added(self, layer: int, index: int) -> None:
+        """Note that a run was proved where it is."""
+        self._proved.add((layer, index))
+
+    def run(self, layer: int, index: int) -> memoryview | None:
+        """Return the bytes of a run, to be read only; None if it is not there."""
+        return self.room(layer, index).toreadonly() if (layer, index) in self._proved else None
+
+
+def _layer_bytes(described: EntryDescription, heads: Sequence[int]) -> Iterator[int]:
+    """Yield the bytes of each layer in an entry's own file, of so many heads."""
+    for layer, count in enumerate(heads):
+        yield count * described.layers[layer].slab_bytes * (described.blocks - described.first(layer))
+
+
+class Resident:
+    """The proved KV of several entries in one piece of memory, whose size is their budget.
+
+    What must go goes as in a store: first of scopes above their fair share, then what nobody asked to save,
+    then what was not used for longest. Nothing goes while it is used.
+
+    Args:
+        memory: the memory; of no bytes: nothing is kept.
+        heads: number of heads of each layer that this rank holds.
+    """
+
+    def __init__(self, memory: memoryview, heads: Sequence[int]) -> None:
+        self._memory = memory
+        self._heads = heads
+        self._holes = [range(len(memory))]
+        self._kept: dict[str, Kept] = {}
+        self._uses = itertools.count(1)
+        self._lock = threading.Lock()
+
+    def find(self, reader: Reader, key: str) -> Kept | None:
+        """Find what is kept of the entry that an open file says to be; it is used until `release`.
+
+        What lacks a run has one user at a time, which may add it.
+        """
+        if not self._kept or len(reader) < DIGEST_BYTES:
+            return None
+        digest = seal_of(reader)
+        with self._lock:
+            kept = self._kept.get(digest)
+            if kept is None or (kept.key, kept.size) != (key, len(reader)) or (kept.users and not kept.whole):
+                return None
+            kept.users += 1
+            kept.used = next(self._uses)
+            return kept
+
+    @contextmanager
+    def room(self, described: EntryDescription) -> Iterator[Kept | None]:
+        """Reserve memory for an entry for the time of the context, or until it goes if `keep` is called.
+
+        None: there is no room for it.
+        """
+        with self._lock:
+            place = self._reserve(sum(_layer_bytes(described, self._heads)), described.key)
+        if place is None:
+            yield None
+            return
+        kept = Kept(place, self._memory[place.start : place.stop], described, self._heads)
+        try:
+            yield kept
+        finally:
+            self.release(kept)
+
+    def keep(self, kept: Kept, digest: str, size: int) -> None:
+        """Have an entry found from now on, in the place of others under its key."""
+        with self._lock:
+            if digest in self._kept:
+                return
+            for each in [each for each in self._kept.values() if each.key == kept.key and not each.users]:
+                self._drop(each)
+            kept.digest, kept.size, kept.used = digest, size, next(self._uses)
+            self._kept[digest] = kept
+
+    def release(self, kept: Kept) -> None:
+        """Use an entry no longer."""
+        with self._lock:
+            kept.users -= 1
+            if not kept.users and not kept.digest:
+                self._free(kept.place)
+
+    def _reserve(self, size: int, key: str) -> range | None:
+        """Take memory, and drop what must go for it; None: it does not fit."""
+        size = -(-size // PAGE_BYTES) * PAGE_BYTES
+        while size <= len(self._memory):
+            for number, hole in enumerate(self._holes):
+                if len(hole) >= size:
+                    self._holes[number] = hole[size:]
+                    return hole[:size]
+            if (least := self._least(size, key)) is None:
+                break
+            self._drop(least)
+        return None
+
+    def _least(self, size: int, key: str) -> Kept | None:
+        """Return the entry that goes first for so many bytes under a key; None: none may go."""
+        held = Counter({key.partition("/")[0]: size})
+        for each in self._kept.values():
+            held[each.scope] += len(each.place)
+        share = len(self._memory) / len(held)
+        return min(
+            (each for each in self._kept.values() if not each.users),
+            key=lambda each: (held[each.scope] <= share, not is_expendable(each.key), each.used),
+            default=None,
+        )
+
+    def _drop(self, kept: Kept) -> None:
+        del self._kept[kept.digest]
+        self._free(kept.place)
+
+    def _free(self, place: range) -> None:
+        """Give memory back, as one hole with those beside it."""
+        holes: list[range] = []
+        for hole in sorted([*filter(len, self._holes), place], key=lambda hole: hole.start):
+            if holes and holes[-1].stop == hole.start:
+                hole = range(holes.pop().start, hole.stop)
+            holes.append(hole)
+        self._holes = holes
+
+
+def is_expendable(key: str) -> bool:
+    """Return whether an entry is saved though no client asked for it."""
+    return key.rpartition("/")[2].startswith(EXPENDABLE)
+
+
 def write(
     description: EntryDescription, tokens: Sequence[int], slabs: SlabReader, secret: bytes
-) -> Iterator[Piece]:
-    """Yield the pieces of an entry's file, in order; `slabs` is called once a run."""
+) -> Generator[Piece, None, str]:
+    """Yield the pieces of an entry's file, in order, and return its digest; `slabs` is called once a run."""
     ids = numpy.asarray(tokens, dtype="<i4").tobytes()
     yield EntryLayout(description).header
     yield ids
@@ -134,7 +347,9 @@ def write(
             digests += b"".join(_chunk_digests(parts, len(blocks), secret))
             yield parts
     yield digests
-    yield entry_digest(description.canonical(), ids, bytes(digests), secret)
+    digest = entry_digest(description.canonical(), ids, bytes(digests), secret)
+    yield digest
+    return digest.hex()
 
 
 def write_share(
