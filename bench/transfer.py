@@ -3,7 +3,7 @@
 The connector's worker role on a pool shaped as SmolLM2-135M's (30 layers, blocks of 128 tokens in bf16),
 without an engine around it; entries in shared memory. Copy, save and loads alternate; printed are medians.
 The first load is by an engine that has not seen the entry and proves it, the later one by the same engine,
-which has it in memory (`resident`); "no memory" is a load of an engine that keeps nothing, and proves it again;
+which has it in memory (`resident`); "no memory" is a load of an engine that keeps nothing and proves it;
 "not proved" one of an engine with `verify = false`.
 """
 

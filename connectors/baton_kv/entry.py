@@ -1,4 +1,4 @@
-"""Open stored KV entries and verify their digests, write them, and keep what was proved in memory.
+"""Open stored KV entries and verify them, write them, and keep what was proved in memory.
 
 `format` defines the file. What was proved once may stay (`Resident`), and is used again without another
 proof. That is safe because nobody else could ever write it: it was copied into memory of this process alone
@@ -10,6 +10,7 @@ entry has the same.
 from __future__ import annotations
 
 import itertools
+import secrets
 import struct
 import threading
 from collections import Counter
@@ -18,19 +19,27 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.ciphers.algorithms import AES
+from cryptography.hazmat.primitives.ciphers.modes import GCM
 
 from baton_kv.contract import EXPENDABLE
 from baton_kv.format import (
     DIGEST_BYTES,
+    NONCE_BYTES,
     PAGE_BYTES,
+    TAG_BYTES,
+    TAG_ROW_BYTES,
     EntryDescription,
     EntryIncompatible,
     EntryInvalid,
     EntryLayout,
     Tokens,
-    digest_of,
     entry_digest,
     seal_of,
+    tag_key,
 )
 from baton_kv.stores.base import Draft, Piece, Reader, StoreError
 
@@ -46,18 +55,44 @@ class Told:
     Attributes:
         layout: where everything is in its file.
         tokens: every token id of the context, int32 (tokens,).
-        digests: the digests of its chunks.
-        digest: digest of description, token ids and chunk digests, hexadecimal.
+        tags: the tags of its chunks.
+        digest: digest of description, token ids and tags, hexadecimal.
     """
 
     layout: EntryLayout
     tokens: Tokens
-    digests: bytes
+    tags: bytes
     digest: str
 
 
+class Tags:
+    """Makes and verifies the tags of chunks under a store's secret."""
+
+    def __init__(self, secret: bytes) -> None:
+        key = tag_key(secret)
+        self._whole, self._parts = AESGCM(key), AES(key)
+
+    def make(self, slabs: Sequence[memoryview]) -> bytes:
+        """Return the row of a chunk in an entry's tags."""
+        nonce = secrets.token_bytes(NONCE_BYTES)  # two chunks with one would give the key away
+        tagger = Cipher(self._parts, GCM(nonce)).encryptor()
+        for slab in slabs:
+            tagger.authenticate_additional_data(slab)
+        tagger.finalize()
+        return (nonce + tagger.tag).ljust(TAG_ROW_BYTES, b"\0")
+
+    def fits(self, row: bytes, chunk: memoryview) -> bool:
+        """Return whether a row is that of this chunk."""
+        nonce, tag = row[:NONCE_BYTES], row[NONCE_BYTES : NONCE_BYTES + TAG_BYTES]
+        try:
+            self._whole.decrypt(nonce, tag, chunk)  # of nothing, with the chunk as what is only authenticated
+        except InvalidTag:
+            return False
+        return True
+
+
 class Entry:
-    """An open entry whose description, token ids and chunk digests are verified; slabs are verified as read.
+    """An open entry whose description, token ids and tags are verified; slabs are verified as read.
 
     Args:
         secret: the store's secret, 32 bytes.
@@ -68,7 +103,7 @@ class Entry:
     Attributes:
         told: what it says of itself.
         description: the entry's description.
-        digest: digest of description, token ids and chunk digests, hexadecimal.
+        digest: digest of description, token ids and tags, hexadecimal.
         tokens: every token id of the context, int32 (tokens,).
 
     Raises:
@@ -82,6 +117,7 @@ class Entry:
         self._part = part
         self._reader = reader
         self._secret = secret
+        self._tags = Tags(secret)
         self.told = self._read() if told is None else told
         self.description = self.told.layout.description
         self.digest, self.tokens = self.told.digest, self.told.tokens
@@ -99,13 +135,13 @@ class Entry:
             raise self._invalid(f"the file has {len(reader)} bytes, its header announces {layout.size}")
         try:
             tokens = reader.read(layout.tokens, layout.tokens + 4 * layout.description.tokens)
-            digests = reader.read(layout.digests, layout.digest)
+            tags = reader.read(layout.tags, layout.digest)
         except MemoryError:
-            raise self._invalid("its token ids and digests do not fit in memory") from None
-        digest = entry_digest(text, tokens, digests, self._secret)
+            raise self._invalid("its token ids and tags do not fit in memory") from None
+        digest = entry_digest(text, tokens, tags, self._secret)
         if digest != reader.read(layout.digest, layout.size):
             raise self._invalid("the description does not match its digest")
-        return Told(layout, numpy.frombuffer(tokens, dtype="<i4"), digests, digest.hex())
+        return Told(layout, numpy.frombuffer(tokens, dtype="<i4"), tags, digest.hex())
 
     def require(self, *fingerprints: str) -> None:
         """Refuse an entry of another model, layout or version.
@@ -129,7 +165,7 @@ class Entry:
             buffer: memory to read into, at least as long as these chunks; None allocates it.
 
         Raises:
-            EntryInvalid: the bytes do not match their digests.
+            EntryInvalid: the bytes do not match their tags.
         """
         shape = self.description.layers[layer]
         heads = range(shape.heads) if heads is None else heads
@@ -137,12 +173,12 @@ class Entry:
         size = len(blocks) * shape.slab_bytes
         data = (memoryview(bytearray(len(heads) * size)) if buffer is None else buffer)[: len(heads) * size]
         self.read_slabs(layer, index, heads.start, blocks.start, [data])
+        layout = self.told.layout
         for position, head in enumerate(heads):
-            layout = self.told.layout
-            at = layout.chunk_digest(layer, index, head) - layout.digests
+            at = layout.tag(layer, index, head) - layout.tags
             chunk = data[position * size : (position + 1) * size]
-            if digest_of(self._secret, chunk) != self.told.digests[at : at + DIGEST_BYTES]:
-                raise self._invalid(f"run {index} of head {head} of layer {layer} does not match its digest")
+            if not self._tags.fits(self.told.tags[at : at + TAG_ROW_BYTES], chunk):
+                raise self._invalid(f"run {index} of head {head} of layer {layer} does not match its tag")
         return data
 
     def read_slabs(
@@ -339,15 +375,15 @@ def write(
     ids = numpy.asarray(tokens, dtype="<i4").tobytes()
     yield EntryLayout(description).header
     yield ids
-    digests = bytearray()
+    tags, tagger = bytearray(), Tags(secret)
     for layer, shape in enumerate(description.layers):
         for index in range(description.runs(layer)):
             blocks = description.run(layer, index)
             parts = slabs(layer, range(shape.heads), blocks)
-            digests += b"".join(_chunk_digests(parts, len(blocks), secret))
+            tags += b"".join(_rows(tagger, parts, len(blocks)))
             yield parts
-    yield digests
-    digest = entry_digest(description.canonical(), ids, bytes(digests), secret)
+    yield tags
+    digest = entry_digest(description.canonical(), ids, bytes(tags), secret)
     yield digest
     return digest.hex()
 
@@ -359,7 +395,7 @@ def write_share(
     slabs: SlabReader,
     secret: bytes,
 ) -> None:
-    """Write one rank's share of an entry: the slabs and digests of some heads of each layer.
+    """Write one rank's share of an entry: the slabs and tags of some heads of each layer.
 
     Args:
         draft: the entry's file, which other ranks write too.
@@ -367,21 +403,21 @@ def write_share(
         heads: returns the heads of a layer that this rank writes; each head is written by exactly one rank.
         secret: the store's secret, 32 bytes.
     """
-    layout = EntryLayout(description)
+    layout, tagger = EntryLayout(description), Tags(secret)
     for layer in range(len(description.layers)):
         mine = heads(layer)
         for index in range(description.runs(layer)) if mine else ():
             blocks = description.run(layer, index)
             parts = slabs(layer, mine, blocks)
-            digests = list(_chunk_digests(parts, len(blocks), secret))
+            tags = list(_rows(tagger, parts, len(blocks)))
             draft.write_at(layout.slab(layer, index, mine.start, blocks.start), parts)
-            draft.write_at(layout.chunk_digest(layer, index, mine.start), digests)
+            draft.write_at(layout.tag(layer, index, mine.start), tags)
 
 
-def _chunk_digests(slabs: Sequence[memoryview], blocks: int, secret: bytes) -> Iterator[bytes]:
-    """Yield the digest of each head's chunk, of slabs in the order of a `SlabReader`."""
+def _rows(tagger: Tags, slabs: Sequence[memoryview], blocks: int) -> Iterator[bytes]:
+    """Yield the row of each head's chunk, of slabs in the order of a `SlabReader`."""
     for start in range(0, len(slabs), blocks):
-        yield digest_of(secret, *slabs[start : start + blocks])
+        yield tagger.make(slabs[start : start + blocks])
 
 
 def seal(draft: Draft, description: EntryDescription, tokens: Sequence[int], secret: bytes) -> None:
@@ -392,9 +428,9 @@ def seal(draft: Draft, description: EntryDescription, tokens: Sequence[int], sec
     """
     layout = EntryLayout(description)
     ids = numpy.asarray(tokens, dtype="<i4").tobytes()
-    digests = draft.read(layout.digests, layout.digest)
-    rows = numpy.frombuffer(digests, numpy.uint8).reshape(-1, DIGEST_BYTES)
+    tags = draft.read(layout.tags, layout.digest)
+    rows = numpy.frombuffer(tags, numpy.uint8).reshape(-1, TAG_ROW_BYTES)
     if not rows.any(axis=1).all():
         raise StoreError("a rank's share of the draft is missing")
     draft.write_at(0, [layout.header, ids])
-    draft.write_at(layout.digest, [entry_digest(description.canonical(), ids, digests, secret)])
+    draft.write_at(layout.digest, [entry_digest(description.canonical(), ids, tags, secret)])
