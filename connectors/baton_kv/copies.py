@@ -10,10 +10,10 @@ nothing to wait for.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 import queue
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
@@ -191,7 +191,7 @@ class CudaStaging:
         words = in_words(pool)
         with torch.cuda.stream(self._stream):
             slot = self._on_device[: len(data)]
-            slot.copy_(torch.frombuffer(data, dtype=torch.uint8), non_blocking=True)
+            slot.copy_(_tensor_over(data), non_blocking=True)
             slabs = slot.view(words.dtype).view(len(pool), -1, *words.shape[2:])
             words.index_copy_(1, self._index(block_ids), slabs[:, skip : skip + len(block_ids)])
             self._copied.record(self._stream)
@@ -209,8 +209,6 @@ class CudaCopies:
 
     def __init__(self, device: torch.device, threads: int, slot_bytes: int) -> None:
         self._device = device
-        # What is resident may be read only, and is; torch has no tensors that say so.
-        warnings.filterwarnings("ignore", message="The given buffer is not writable")
         self._free: queue.SimpleQueue[CudaStaging] = queue.SimpleQueue()
         for _ in range(threads):
             self._free.put(CudaStaging(device, slot_bytes))
@@ -255,6 +253,12 @@ def stretches(block_ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
         if position == len(block_ids) or block_ids[position] != block_ids[position - 1] + 1:
             yield begin, block_ids[begin], position - begin
             begin = position
+
+
+def _tensor_over(data: memoryview) -> torch.Tensor:
+    """View host memory, which must stay, as a tensor to read from; torch warns of what is read-only."""
+    place = numpy.frombuffer(data, numpy.uint8).ctypes.data
+    return torch.frombuffer((ctypes.c_uint8 * len(data)).from_address(place), dtype=torch.uint8)
 
 
 def _slabs_in(room: memoryview, count: int) -> list[memoryview]:
