@@ -1,9 +1,9 @@
 """The connector's part in the worker: copy blocks between the KV cache and the store in background threads.
 
-Loads run one after the other, as do saves; automatic saves run in a thread of low priority. `COPY_THREADS`
-threads share the copies of one load. What saves gather and loads prove may stay in memory. Nothing here
-raises into the engine, where any exception would end it for every tenant: a load that fails is reported, and
-the engine computes what it should have brought.
+Loads run one after the other, whose copies `COPY_THREADS` threads share; as many saves at once as there are
+cores for, automatic ones in a thread of low priority. What saves gather and loads prove may stay in memory.
+Nothing here raises into the engine, where any exception would end it for every tenant: a load that fails is
+reported, and the engine computes what it should have brought.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ from baton_kv.stores.base import Commit, Piece, SharedFiles, SharedMissing, Stor
 
 logger = logging.getLogger(__name__)
 Job = TypeVar("Job", LoadJob, SaveJob)
-SAVE_THREADS = 2
+CORES_A_SAVER, MOST_SAVERS = 4, 4
+"""A save takes a core from the model's CPU work."""
 REST_S = 0.002
 """Longest wait of a step that computes nothing; a new request waits as long at most."""
 LOW_PRIORITY = 19
@@ -96,6 +97,7 @@ class WorkerRole:
         verify: whether to verify every chunk before it is used.
         ranks: number of ranks, all of which are given the same jobs.
         resident: bytes of proved KV that may stay in memory; without `verify` none does.
+        savers: number of saves that run at once, beside automatic ones.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class WorkerRole:
         rank: int = 0,
         ranks: int = 1,
         resident: int = 0,
+        savers: int = 1,
     ) -> None:
         self._store = store
         self._secret = secret
@@ -115,7 +118,7 @@ class WorkerRole:
         self._rank = rank
         self._ranks = ranks
         # Each of these threads may copy at the same time as the others.
-        self._copies = copies_for(blocks.device, COPY_THREADS + SAVE_THREADS, blocks.largest_run)
+        self._copies = copies_for(blocks.device, COPY_THREADS + savers + 1, blocks.largest_run)
         self._loading: set[str] = set()
         self._given_up: set[str] = set()
         self._done: queue.SimpleQueue[tuple[LoadJob | SaveJob, TransferOutcome]] = queue.SimpleQueue()
@@ -133,7 +136,7 @@ class WorkerRole:
             self._resident,
             verify=verify,
         )
-        self._saver = self._threads(1, "save")
+        self._saver = self._threads(savers, "save")
         self._spare_saver = self._threads(1, "spare", niceness=LOW_PRIORITY)
         self._placer = self._threads(1, "place")
         # Begun here, or its thread would have the priority of who needs it first.
@@ -379,6 +382,11 @@ class WorkerRole:
         shared = job.parts[-1].stop if job.parts else 0
         groups = zip(self._blocks.groups, job.blocks, strict=True)
         return [shared if group.window is None else each.first for group, each in groups]
+
+
+def savers_for(cores: int | None) -> int:
+    """Return how many saves should run at once on a machine of so many cores."""
+    return max(1, min(MOST_SAVERS, (cores or 1) // CORES_A_SAVER))
 
 
 def _lower_priority(niceness: int) -> None:

@@ -1,6 +1,6 @@
 """Saves entries until it is killed: before each system call of a save in turn, or at random moments.
 
-`killed_save.py calls|pages|chain|ranks|moments ROOT`. Every kill has a folder of its own under ROOT; each line of the
+`killed_save.py calls|pages|chain|ranks|ranks-pages|moments ROOT`. Every kill has a folder of its own under ROOT; each line of the
 answer is its name and where the kill was, the last one is `survived` but for `moments`.
 """
 
@@ -25,6 +25,7 @@ from baton_kv.stores import file
 from baton_kv.stores.base import SharedFiles
 
 OS_CALLS = ("open", "close", "mkdir", "utime", "fsync", "rename", "link", "unlink", "pwrite", "ftruncate")
+OS_CALLS += ("posix_fallocate",)
 LAYERS, HEADS, BLOCKS, SLAB_BYTES = 3, 2, 4, 16 * 1024
 PIECE = 32 * 1024
 KILLS = 100
@@ -161,7 +162,8 @@ if __name__ == "__main__":
     if when == "moments":
         at_random_moments(folder)
     else:
-        if when == "pages":  # so small that a save has some
+        if when.endswith("pages"):  # so small that a save has some
             setattr(file, "LARGE_PAGE_BYTES", PIECE)  # noqa: B010
-        work = {"chain": in_a_chain, "ranks": by_ranks}.get(when, in_the_other_s_room)
+        ranked = {"ranks": by_ranks, "ranks-pages": by_ranks}
+        work = ({"chain": in_a_chain} | ranked).get(when, in_the_other_s_room)
         at_every_call(folder, work)

@@ -297,3 +297,18 @@ def test_large_pages_are_asked_for_in_memory_alone(
         store.put(new_key("acme"), [bytes(LARGE_PAGE_BYTES + 1)], size=LARGE_PAGE_BYTES + 1)
         store.put(new_key("acme"), [bytes(100)], size=100)
     assert asked == [LARGE_PAGE_BYTES]
+
+
+def test_what_a_rank_has_written_stays_when_the_draft_gets_large_pages(memory: Path) -> None:
+    store, key, name = FileStore(memory / "store"), new_key("acme"), "0" * 32
+    size = 3 * LARGE_PAGE_BYTES + 100
+    data = random.Random(1).randbytes(size)
+    halves = [range(0, size, 2 * 4096), range(4096, size, 2 * 4096)]
+    for rank in (1, 0):  # the one that asks for them comes last
+        with store.draft(key, name, size=size, rank=rank, ranks=2) as draft:
+            for start in halves[rank]:
+                draft.write_at(start, [data[start : start + 4096]])
+            if draft.finish():
+                draft.place()
+    with store.open(key) as reader:
+        assert reader.read(0, 2 * size) == data

@@ -172,6 +172,8 @@ class FileStore:
             with self._tree.folder("writing") as writing:
                 descriptor = open_file(name, within=writing, flags=LOCK)
                 try:
+                    if rank == 0 and self._in_memory:
+                        use_large_pages(descriptor, size)
                     yield FileDraft(
                         writing,
                         descriptor,
@@ -476,16 +478,16 @@ class FileReader:
 def use_large_pages(descriptor: int, size: int) -> int:
     """Have the first `size` bytes of a new file in memory on large pages, as far as the system has them.
 
-    These are taken several times as fast as small ones, and written and read so. Only whole ones are used, so
-    no memory is wasted; what cannot be had costs nothing. Returns the bytes that the file has then: zeros.
+    These are taken several times as fast as small ones, and written and read so. Only whole ones are used,
+    so no memory is wasted; what cannot be had costs nothing. What others write meanwhile stays. Returns the
+    bytes that the file has at least.
     """
     size -= size % LARGE_PAGE_BYTES
     if not size:
         return 0
     with contextlib.suppress(OSError):  # full: whoever writes next finds out, and makes room
-        os.ftruncate(descriptor, size)
-        for start in range(0, size, LARGE_PAGE_BYTES):
-            os.pwrite(descriptor, b"\0", start)  # ranges without a byte are left as they are
+        for place in (*range(0, size, LARGE_PAGE_BYTES), size - 1):
+            os.posix_fallocate(descriptor, place, 1)  # a range without any page would be left as it is
         _collapse(descriptor, size)
     return size
 
