@@ -1,9 +1,10 @@
 """Bytes a second of saves and loads, beside a plain copy of the same bytes in memory. `make bench-transfer`.
 
 The connector's worker role on a pool shaped as SmolLM2-135M's (30 layers, blocks of 128 tokens in bf16),
-without an engine around it; entries in shared memory. Copy, save and loads alternate;
-printed are medians. The first load after a save is slower than later ones; "not proved" is a later load of an
-engine with `verify = false`.
+without an engine around it; entries in shared memory. Copy, save and loads alternate; printed are medians.
+The first load is by an engine that has not seen the entry and proves it, the later one by the same engine,
+which has it in memory (`resident`); "no memory" is a load of an engine that keeps nothing and proves it;
+"not proved" one of an engine with `verify = false`.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ Bytes = numpy.ndarray[tuple[int], numpy.dtype[numpy.uint8]]
 class Pool:
     """A KV pool and a worker over it, as one engine has them."""
 
-    def __init__(self, store: FileStore, blocks: int, *, verify: bool) -> None:
+    def __init__(self, store: FileStore, blocks: int, *, verify: bool = True, resident: int = 0) -> None:
         pool = torch.zeros((blocks, LAYERS, HEADS, BLOCK, 2 * HEAD_SIZE), dtype=torch.bfloat16)
         pool.view(torch.int16).random_(0, 2**15)
         layers = KVBlocks([pool[:, layer] for layer in range(LAYERS)])
-        self._worker = WorkerRole(store, store_secret(store.root), layers, verify=verify)
+        self._worker = WorkerRole(store, store_secret(store.root), layers, verify=verify, resident=resident)
 
     def save(self, key: str, tokens: int) -> float:
         """Save so many tokens' blocks; the seconds it took, as the worker reports them."""
@@ -75,23 +76,25 @@ def measure(folder: Path, tokens: int, rounds: int) -> dict[str, float]:
     """Median seconds of each, and the bytes they moved."""
     store = FileStore(folder)
     blocks = 2 + -(-tokens // BLOCK)
-    proved, unproved = Pool(store, blocks, verify=True), Pool(store, blocks, verify=False)
     size = (blocks - 2) * LAYERS * HEADS * BLOCK * 2 * HEAD_SIZE * 2
+    resident = 2 * size + 1024**2
+    saver, reader = (Pool(store, blocks, resident=resident) for _ in range(2))
+    forgets, unproved = Pool(store, blocks), Pool(store, blocks, verify=False)
     source, target = numpy.ones(size, numpy.uint8), numpy.zeros(size, numpy.uint8)
-    key = new_key("bench")
-    proved.save(key, tokens)
-    work: dict[str, Callable[[], float]] = {
-        "copy": lambda: copy(target, source),
-        "save": lambda: proved.save(key, tokens),
-        "first load": lambda: proved.load(key, tokens),
-        "later load": lambda: proved.load(key, tokens),
-        "not proved": lambda: unproved.load(key, tokens),
+    work: dict[str, Callable[[str], float]] = {
+        "copy": lambda key: copy(target, source),
+        "save": lambda key: saver.save(key, tokens),
+        "first load": lambda key: reader.load(key, tokens),
+        "later load": lambda key: reader.load(key, tokens),
+        "no memory": lambda key: forgets.load(key, tokens),
+        "not proved": lambda key: unproved.load(key, tokens),
     }
     seen: dict[str, list[float]] = {name: [] for name in work}
     for _ in range(rounds + 1):
+        key = new_key("bench")
         for name, one in work.items():
-            seen[name].append(one())
-    store.delete(key)
+            seen[name].append(one(key))
+        store.delete(key)
     return {name: statistics.median(values[1:]) for name, values in seen.items()} | {"bytes": size}
 
 
@@ -99,11 +102,11 @@ def main() -> None:
     """Measure, and print Markdown for RESULTS.md."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 7500])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[128, 512, 2048, 8192])
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(f"`make bench-transfer ARGS='{' '.join(sys.argv[1:])}'`, {datetime.date.today()}, {machine()}\n")
-    names = ("copy", "save", "first load", "later load", "not proved")
+    names = ("copy", "save", "first load", "later load", "no memory", "not proved")
     print(
         "| tokens | MiB | "
         + " | ".join(f"{name}, GiB/s | of copy" for name in names[1:])

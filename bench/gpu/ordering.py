@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from blake3 import blake3
 
 from baton_kv.blocks import GroupBlocks, KVBlocks
 from baton_kv.contract import new_key
+from baton_kv.entry import Tags
 from baton_kv.folders import store_secret
 from baton_kv.messages import LoadJob, SaveJob, StepJobs
 from baton_kv.stores.file import FileStore
@@ -288,13 +288,12 @@ def phases(device: str, folder: Path) -> dict[str, float]:
     count = RUN // (words.numel() * 8 // 1024)
     index = torch.randperm(1024)[:count].to(device)
     slabs = target.view(torch.int64).view(HEADS, count, TOKENS, -1)
-    view, key = memoryview(host.numpy()), bytes(32)
+    view, tags = memoryview(host.numpy()), Tags(bytes(32))
     copied = torch.empty(RUN, dtype=torch.uint8, pin_memory=cuda)
     with file.open("rb", buffering=0) as held:
         work: dict[str, Callable[[int], Any]] = {
             "read": lambda number: os.preadv(held.fileno(), [view], number * RUN),
-            "prove": lambda _: blake3(view, key=key).digest(),
-            "prove, all threads": lambda _: blake3(view, key=key, max_threads=blake3.AUTO).digest(),
+            "prove": lambda _: tags.make([view]),
             "host to device": lambda _: target.copy_(host, non_blocking=True),
             "scatter": lambda _: words.index_copy_(1, index, slabs),
             "gather": lambda _: torch.index_select(words, 1, index, out=slabs),

@@ -6,6 +6,7 @@ Only this module, `engine_facts`, `extension` and `joins.supported` import vLLM.
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,7 +42,7 @@ from baton_kv.messages import StepJobs
 from baton_kv.scheduler_role import SchedulerRole
 from baton_kv.settings import ConnectorSettings
 from baton_kv.stores.factory import open_store
-from baton_kv.worker_role import FinishedJobs, WorkerRole
+from baton_kv.worker_role import FinishedJobs, WorkerRole, savers_for
 from baton_latent.contract import MEMORY_KEY
 
 if TYPE_CHECKING:
@@ -176,6 +177,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         self._secret = store_secret(folder)
         self._digests = KnownDigests(folder / "weights.json")
         self._verify = settings.verify
+        self._resident = int(settings.resident)
         self._ranks = vllm_config.parallel_config.tensor_parallel_size
         self._scheduler: SchedulerRole | None = None
         self._worker: WorkerRole | None = None
@@ -223,6 +225,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             verify=self._verify,
             rank=self._vllm_config.parallel_config.rank,
             ranks=self._ranks,
+            resident=self._resident,
+            savers=savers_for(os.cpu_count()),
         )
 
     def enable_moves(self, model: torch.nn.Module) -> str | None:

@@ -108,6 +108,7 @@ class TransferOutcome:
         seconds: duration.
         moved: those of the tokens whose KV was loaded to another place than it was saved from.
         computed: those of the tokens that were computed between moved ones.
+        resident: those of the bytes that the worker had in memory, proved before.
     """
 
     request_id: str
@@ -120,6 +121,7 @@ class TransferOutcome:
     seconds: float = 0.0
     moved: int = 0
     computed: int = 0
+    resident: int = 0
 
     def message(self) -> dict[str, Any]:
         """Return the outcome as a dict of plain values, to be sent to another process."""

@@ -10,6 +10,7 @@ nothing to wait for.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 import queue
@@ -35,8 +36,13 @@ class Staging(Protocol):
         """Return host memory to read an entry's bytes into, valid until the next call of `buffer`."""
         ...
 
-    def gather(self, pool: torch.Tensor, block_ids: Sequence[int]) -> list[memoryview]:
-        """Return the slabs of these blocks, valid until the next call of `gather`."""
+    def gather(
+        self, pool: torch.Tensor, block_ids: Sequence[int], room: memoryview | None = None
+    ) -> list[memoryview]:
+        """Return the slabs of these blocks, valid until the next call of `gather`.
+
+        Given `room` of their size, from `Copies.memory`, they are copied into that and are slices of it.
+        """
         ...
 
     def scatter(self, pool: torch.Tensor, block_ids: Sequence[int], data: memoryview, skip: int = 0) -> None:
@@ -58,6 +64,10 @@ class Copies(Protocol):
         """Prepare a thread that is about to copy."""
         ...
 
+    def memory(self, size: int) -> memoryview:
+        """Allocate host memory for good, of this process alone; what is not used of it takes no room."""
+        ...
+
     def fence(self) -> Fence:
         """Return a mark after all that the model has been given so far; for the worker's main thread."""
         ...
@@ -75,10 +85,18 @@ class HostStaging:
 
     def buffer(self, size: int) -> memoryview:
         if len(self._buffer) < size:
-            self._buffer = memoryview(mmap.mmap(-1, size))  # page-aligned, and reused
+            self._buffer = private_memory(size)  # page-aligned, and reused
         return self._buffer
 
-    def gather(self, pool: torch.Tensor, block_ids: Sequence[int]) -> list[memoryview]:
+    def gather(
+        self, pool: torch.Tensor, block_ids: Sequence[int], room: memoryview | None = None
+    ) -> list[memoryview]:
+        if room is not None:
+            source = pool.numpy()
+            slabs = numpy.frombuffer(room, numpy.uint8).reshape(len(source), -1, *source.shape[2:])
+            for position, first, count in stretches(block_ids):
+                numpy.copyto(slabs[:, position : position + count], source[:, first : first + count])
+            return _slabs_in(room, len(source) * len(block_ids))
         if (rows := self.rows(pool, block_ids)) is not None:
             return rows
         return [memoryview(head[block].reshape(-1)) for head in pool.numpy() for block in block_ids]
@@ -87,8 +105,9 @@ class HostStaging:
         # numpy copies in this thread; torch would wake its thread pool, which the model needs.
         target = pool.numpy()
         slabs = numpy.frombuffer(data, numpy.uint8).reshape(len(target), -1, *target.shape[2:])
-        for position, block_id in enumerate(block_ids, skip):
-            numpy.copyto(target[:, block_id], slabs[:, position])
+        for position, first, count in stretches(block_ids):
+            at = skip + position
+            numpy.copyto(target[:, first : first + count], slabs[:, at : at + count])
 
     def rows(self, pool: torch.Tensor, block_ids: Sequence[int]) -> list[memoryview] | None:
         if not pool[0, 0].is_contiguous():
@@ -110,6 +129,9 @@ class HostCopies:
         # core on which the model computes. The worker's parent is not bound.
         with contextlib.suppress(OSError, AttributeError):  # not on every system
             os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
+
+    def memory(self, size: int) -> memoryview:
+        return private_memory(size)
 
     def fence(self) -> Fence:
         return None
@@ -150,23 +172,26 @@ class CudaStaging:
     def buffer(self, size: int) -> memoryview:
         return self._host[:size]
 
-    def gather(self, pool: torch.Tensor, block_ids: Sequence[int]) -> list[memoryview]:
+    def gather(
+        self, pool: torch.Tensor, block_ids: Sequence[int], room: memoryview | None = None
+    ) -> list[memoryview]:
         size, count = pool[0, 0].numel(), len(pool) * len(block_ids)
         words = in_words(pool)
+        host = self._host[: count * size] if room is None else room
         with torch.cuda.stream(self._stream):
             slot = self._on_device[: count * size]
             gathered = slot.view(words.dtype).view(len(pool), len(block_ids), *words.shape[2:])
             torch.index_select(words, 1, self._index(block_ids), out=gathered)
-            self._on_host[: count * size].copy_(slot, non_blocking=True)
+            torch.frombuffer(host, dtype=torch.uint8).copy_(slot, non_blocking=True)
             self._copied.record(self._stream)
         self._copied.synchronize()
-        return [self._host[at : at + size] for at in range(0, count * size, size)]
+        return _slabs_in(host, count)
 
     def scatter(self, pool: torch.Tensor, block_ids: Sequence[int], data: memoryview, skip: int = 0) -> None:
         words = in_words(pool)
         with torch.cuda.stream(self._stream):
             slot = self._on_device[: len(data)]
-            slot.copy_(torch.frombuffer(data, dtype=torch.uint8), non_blocking=True)
+            slot.copy_(_tensor_over(data), non_blocking=True)
             slabs = slot.view(words.dtype).view(len(pool), -1, *words.shape[2:])
             words.index_copy_(1, self._index(block_ids), slabs[:, skip : skip + len(block_ids)])
             self._copied.record(self._stream)
@@ -191,6 +216,10 @@ class CudaCopies:
     def begin_thread(self) -> None:
         """Do nothing: a thread stays on the cores of the worker, which are near its GPU."""
 
+    def memory(self, size: int) -> memoryview:
+        # The tensor lives for as long as the array over it, and that as the view.
+        return memoryview(torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy())
+
     def fence(self) -> Fence:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
@@ -207,6 +236,35 @@ class CudaCopies:
                 found.end()
         finally:
             self._free.put(found)
+
+
+def private_memory(size: int) -> memoryview:
+    """Allocate memory that no other process can write, on large pages where the system has them."""
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError, AttributeError):  # not on every system
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(memory)
+
+
+def stretches(block_ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Yield the stretches of blocks that follow one another in the pool: position, first block, count."""
+    begin = 0
+    for position in range(1, len(block_ids) + 1):
+        if position == len(block_ids) or block_ids[position] != block_ids[position - 1] + 1:
+            yield begin, block_ids[begin], position - begin
+            begin = position
+
+
+def _tensor_over(data: memoryview) -> torch.Tensor:
+    """View host memory, which must stay, as a tensor to read from; torch warns of what is read-only."""
+    place = numpy.frombuffer(data, numpy.uint8).ctypes.data
+    return torch.frombuffer((ctypes.c_uint8 * len(data)).from_address(place), dtype=torch.uint8)
+
+
+def _slabs_in(room: memoryview, count: int) -> list[memoryview]:
+    """Return the slabs that fill some memory, in order."""
+    size = len(room) // count
+    return [room[at : at + size] for at in range(0, len(room), size)]
 
 
 def in_words(pool: torch.Tensor) -> torch.Tensor:

@@ -1,21 +1,45 @@
-"""Open stored KV entries and verify their digests, and write them; `format` defines the file."""
+"""Open stored KV entries and verify them, write them, and keep what was proved in memory.
+
+`format` defines the file. What was proved once may stay (`Resident`), and is used again without another
+proof. That is safe because nobody else could ever write it: it was copied into memory of this process alone
+and proved there, or gathered there from the engine's own cache by the save that digested it. The file is
+asked each time whether it is still that entry, by its digest: that covers key, tenant and model, so no other
+entry has the same.
+"""
 
 from __future__ import annotations
 
+import itertools
+import secrets
 import struct
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.ciphers.algorithms import AES
+from cryptography.hazmat.primitives.ciphers.modes import GCM
 
+from baton_kv.contract import EXPENDABLE
 from baton_kv.format import (
     DIGEST_BYTES,
+    NONCE_BYTES,
+    PAGE_BYTES,
+    TAG_BYTES,
+    TAG_ROW_BYTES,
     EntryDescription,
     EntryIncompatible,
     EntryInvalid,
     EntryLayout,
     Tokens,
-    digest_of,
     entry_digest,
+    seal_of,
+    tag_key,
 )
 from baton_kv.stores.base import Draft, Piece, Reader, StoreError
 
@@ -24,17 +48,62 @@ SlabReader = Callable[[int, range, range], list[memoryview]]
 and block, valid until the next call."""
 
 
+@dataclass(frozen=True)
+class Told:
+    """What an entry says of itself, verified.
+
+    Attributes:
+        layout: where everything is in its file.
+        tokens: every token id of the context, int32 (tokens,).
+        tags: the tags of its chunks.
+        digest: digest of description, token ids and tags, hexadecimal.
+    """
+
+    layout: EntryLayout
+    tokens: Tokens
+    tags: bytes
+    digest: str
+
+
+class Tags:
+    """Makes and verifies the tags of chunks under a store's secret."""
+
+    def __init__(self, secret: bytes) -> None:
+        key = tag_key(secret)
+        self._whole, self._parts = AESGCM(key), AES(key)
+
+    def make(self, slabs: Sequence[memoryview]) -> bytes:
+        """Return the row of a chunk in an entry's tags."""
+        nonce = secrets.token_bytes(NONCE_BYTES)  # two chunks with one would give the key away
+        tagger = Cipher(self._parts, GCM(nonce)).encryptor()
+        for slab in slabs:
+            tagger.authenticate_additional_data(slab)
+        tagger.finalize()
+        return (nonce + tagger.tag).ljust(TAG_ROW_BYTES, b"\0")
+
+    def fits(self, row: bytes, chunk: memoryview) -> bool:
+        """Return whether a row is that of this chunk."""
+        nonce, tag = row[:NONCE_BYTES], row[NONCE_BYTES : NONCE_BYTES + TAG_BYTES]
+        try:
+            self._whole.decrypt(nonce, tag, chunk)  # of nothing, with the chunk as what is only authenticated
+        except InvalidTag:
+            return False
+        return True
+
+
 class Entry:
-    """An open entry whose description, token ids and chunk digests are verified; slabs are verified as read.
+    """An open entry whose description, token ids and tags are verified; slabs are verified as read.
 
     Args:
         secret: the store's secret, 32 bytes.
         part: its index among the parts of the entry that is loaded, which exceptions name; None: it is that
             entry.
+        told: what the entry with this file's digest has told before; None: it is read and verified now.
 
     Attributes:
+        told: what it says of itself.
         description: the entry's description.
-        digest: digest of description, token ids and chunk digests, hexadecimal.
+        digest: digest of description, token ids and tags, hexadecimal.
         tokens: every token id of the context, int32 (tokens,).
 
     Raises:
@@ -42,30 +111,37 @@ class Entry:
         EntryIncompatible: another version of this format wrote the file.
     """
 
-    def __init__(self, reader: Reader, key: str, secret: bytes, part: int | None = None) -> None:
+    def __init__(
+        self, reader: Reader, key: str, secret: bytes, part: int | None = None, told: Told | None = None
+    ) -> None:
         self._part = part
-        try:
-            self._layout, text = EntryLayout.read(reader)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
-            raise self._invalid(f"the header cannot be read ({type(error).__name__})") from None
         self._reader = reader
         self._secret = secret
-        layout = self._layout
-        self.description = layout.description
+        self._tags = Tags(secret)
+        self.told = self._read() if told is None else told
+        self.description = self.told.layout.description
+        self.digest, self.tokens = self.told.digest, self.told.tokens
+        if self.description.key != key:
+            raise self._invalid("the entry was saved under another key")
+
+    def _read(self) -> Told:
+        """Read and verify all but the slabs."""
+        reader = self._reader
+        try:
+            layout, text = EntryLayout.read(reader)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
+            raise self._invalid(f"the header cannot be read ({type(error).__name__})") from None
         if len(reader) != layout.size:
             raise self._invalid(f"the file has {len(reader)} bytes, its header announces {layout.size}")
         try:
-            tokens = reader.read(layout.tokens, layout.tokens + 4 * self.description.tokens)
-            self._digests = reader.read(layout.digests, layout.digest)
+            tokens = reader.read(layout.tokens, layout.tokens + 4 * layout.description.tokens)
+            tags = reader.read(layout.tags, layout.digest)
         except MemoryError:
-            raise self._invalid("its token ids and digests do not fit in memory") from None
-        digest = entry_digest(text, tokens, self._digests, secret)
+            raise self._invalid("its token ids and tags do not fit in memory") from None
+        digest = entry_digest(text, tokens, tags, self._secret)
         if digest != reader.read(layout.digest, layout.size):
             raise self._invalid("the description does not match its digest")
-        if self.description.key != key:
-            raise self._invalid("the entry was saved under another key")
-        self.digest = digest.hex()
-        self.tokens: Tokens = numpy.frombuffer(tokens, dtype="<i4")
+        return Told(layout, numpy.frombuffer(tokens, dtype="<i4"), tags, digest.hex())
 
     def require(self, *fingerprints: str) -> None:
         """Refuse an entry of another model, layout or version.
@@ -89,7 +165,7 @@ class Entry:
             buffer: memory to read into, at least as long as these chunks; None allocates it.
 
         Raises:
-            EntryInvalid: the bytes do not match their digests.
+            EntryInvalid: the bytes do not match their tags.
         """
         shape = self.description.layers[layer]
         heads = range(shape.heads) if heads is None else heads
@@ -97,11 +173,12 @@ class Entry:
         size = len(blocks) * shape.slab_bytes
         data = (memoryview(bytearray(len(heads) * size)) if buffer is None else buffer)[: len(heads) * size]
         self.read_slabs(layer, index, heads.start, blocks.start, [data])
+        layout = self.told.layout
         for position, head in enumerate(heads):
-            at = self._layout.chunk_digest(layer, index, head) - self._layout.digests
+            at = layout.tag(layer, index, head) - layout.tags
             chunk = data[position * size : (position + 1) * size]
-            if digest_of(self._secret, chunk) != self._digests[at : at + DIGEST_BYTES]:
-                raise self._invalid(f"run {index} of head {head} of layer {layer} does not match its digest")
+            if not self._tags.fits(self.told.tags[at : at + TAG_ROW_BYTES], chunk):
+                raise self._invalid(f"run {index} of head {head} of layer {layer} does not match its tag")
         return data
 
     def read_slabs(
@@ -114,27 +191,201 @@ class Entry:
         Raises:
             EntryInvalid: the file ends before the buffers are full.
         """
-        start = self._layout.slab(layer, index, head, block)
+        start = self.told.layout.slab(layer, index, head, block)
         if self._reader.read_into(start, buffers) != sum(map(len, buffers)):
             raise self._invalid(f"the file ends within layer {layer}")
 
 
+class Kept:
+    """Runs of one entry's own file, of the heads that a rank holds, in memory.
+
+    Attributes:
+        place: the bytes of the whole memory that are its.
+        key: the entry's key.
+        told: what the entry says of itself; None: its file was not opened yet since it was saved.
+        digest: its digest, hexadecimal; empty: nobody finds it yet.
+        size: bytes of the entry's file.
+        users: number of loads and saves that use it.
+        used: when it was used last, by the count of all uses.
+    """
+
+    def __init__(
+        self, place: range, memory: memoryview, described: EntryDescription, heads: Sequence[int]
+    ) -> None:
+        self.place = place
+        self.key = described.key
+        self.told: Told | None = None
+        self.digest, self.size = "", 0
+        self.users, self.used = 1, 0
+        self._memory = memory
+        self._described = described
+        self._heads = heads
+        self._starts = [0, *itertools.accumulate(_layer_bytes(described, heads))]
+        self._proved: set[tuple[int, int]] = set()
+
+    @property
+    def scope(self) -> str:
+        """Return the tenant's part of its key."""
+        return self.key.partition("/")[0]
+
+    @property
+    def whole(self) -> bool:
+        """Return whether all its runs are there."""
+        return len(self._proved) == sum(map(self._described.runs, range(len(self._heads))))
+
+    def room(self, layer: int, index: int) -> memoryview:
+        """Return the memory of one run; it is filled once, by one thread, before it is `added`."""
+        described = self._described
+        run, row = described.run(layer, index), self._heads[layer] * described.layers[layer].slab_bytes
+        start = self._starts[layer] + (run.start - described.first(layer)) * row
+        return self._memory[start : start + len(run) * row]
+
+    def added(self, layer: int, index: int) -> None:
+        """Note that a run was proved where it is."""
+        self._proved.add((layer, index))
+
+    def run(self, layer: int, index: int) -> memoryview | None:
+        """Return the bytes of a run, to be read only; None if it is not there."""
+        return self.room(layer, index).toreadonly() if (layer, index) in self._proved else None
+
+
+def _layer_bytes(described: EntryDescription, heads: Sequence[int]) -> Iterator[int]:
+    """Yield the bytes of each layer in an entry's own file, of so many heads."""
+    for layer, count in enumerate(heads):
+        yield count * described.layers[layer].slab_bytes * (described.blocks - described.first(layer))
+
+
+class Resident:
+    """The proved KV of several entries in one piece of memory, whose size is their budget.
+
+    What must go goes as in a store: first of scopes above their fair share, then what nobody asked to save,
+    then what was not used for longest. Nothing goes while it is used.
+
+    Args:
+        memory: the memory; of no bytes: nothing is kept.
+        heads: number of heads of each layer that this rank holds.
+    """
+
+    def __init__(self, memory: memoryview, heads: Sequence[int]) -> None:
+        self._memory = memory
+        self._heads = heads
+        self._holes = [range(len(memory))]
+        self._kept: dict[str, Kept] = {}
+        self._uses = itertools.count(1)
+        self._lock = threading.Lock()
+
+    def find(self, reader: Reader, key: str) -> Kept | None:
+        """Find what is kept of the entry that an open file says to be; it is used until `release`.
+
+        What lacks a run has one user at a time, which may add it.
+        """
+        if not self._kept or len(reader) < DIGEST_BYTES:
+            return None
+        digest = seal_of(reader)
+        with self._lock:
+            kept = self._kept.get(digest)
+            if kept is None or (kept.key, kept.size) != (key, len(reader)) or (kept.users and not kept.whole):
+                return None
+            kept.users += 1
+            kept.used = next(self._uses)
+            return kept
+
+    @contextmanager
+    def room(self, described: EntryDescription) -> Iterator[Kept | None]:
+        """Reserve memory for an entry for the time of the context, or until it goes if `keep` is called.
+
+        None: there is no room for it.
+        """
+        with self._lock:
+            place = self._reserve(sum(_layer_bytes(described, self._heads)), described.key)
+        if place is None:
+            yield None
+            return
+        kept = Kept(place, self._memory[place.start : place.stop], described, self._heads)
+        try:
+            yield kept
+        finally:
+            self.release(kept)
+
+    def keep(self, kept: Kept, digest: str, size: int) -> None:
+        """Have an entry found from now on, in the place of others under its key."""
+        with self._lock:
+            if digest in self._kept:
+                return
+            for each in [each for each in self._kept.values() if each.key == kept.key and not each.users]:
+                self._drop(each)
+            kept.digest, kept.size, kept.used = digest, size, next(self._uses)
+            self._kept[digest] = kept
+
+    def release(self, kept: Kept) -> None:
+        """Use an entry no longer."""
+        with self._lock:
+            kept.users -= 1
+            if not kept.users and not kept.digest:
+                self._free(kept.place)
+
+    def _reserve(self, size: int, key: str) -> range | None:
+        """Take memory, and drop what must go for it; None: it does not fit."""
+        size = -(-size // PAGE_BYTES) * PAGE_BYTES
+        while size <= len(self._memory):
+            for number, hole in enumerate(self._holes):
+                if len(hole) >= size:
+                    self._holes[number] = hole[size:]
+                    return hole[:size]
+            if (least := self._least(size, key)) is None:
+                break
+            self._drop(least)
+        return None
+
+    def _least(self, size: int, key: str) -> Kept | None:
+        """Return the entry that goes first for so many bytes under a key; None: none may go."""
+        held = Counter({key.partition("/")[0]: size})
+        for each in self._kept.values():
+            held[each.scope] += len(each.place)
+        share = len(self._memory) / len(held)
+        return min(
+            (each for each in self._kept.values() if not each.users),
+            key=lambda each: (held[each.scope] <= share, not is_expendable(each.key), each.used),
+            default=None,
+        )
+
+    def _drop(self, kept: Kept) -> None:
+        del self._kept[kept.digest]
+        self._free(kept.place)
+
+    def _free(self, place: range) -> None:
+        """Give memory back, as one hole with those beside it."""
+        holes: list[range] = []
+        for hole in sorted([*filter(len, self._holes), place], key=lambda hole: hole.start):
+            if holes and holes[-1].stop == hole.start:
+                hole = range(holes.pop().start, hole.stop)
+            holes.append(hole)
+        self._holes = holes
+
+
+def is_expendable(key: str) -> bool:
+    """Return whether an entry is saved though no client asked for it."""
+    return key.rpartition("/")[2].startswith(EXPENDABLE)
+
+
 def write(
     description: EntryDescription, tokens: Sequence[int], slabs: SlabReader, secret: bytes
-) -> Iterator[Piece]:
-    """Yield the pieces of an entry's file, in order; `slabs` is called once a run."""
+) -> Generator[Piece, None, str]:
+    """Yield the pieces of an entry's file, in order, and return its digest; `slabs` is called once a run."""
     ids = numpy.asarray(tokens, dtype="<i4").tobytes()
     yield EntryLayout(description).header
     yield ids
-    digests = bytearray()
+    tags, tagger = bytearray(), Tags(secret)
     for layer, shape in enumerate(description.layers):
         for index in range(description.runs(layer)):
             blocks = description.run(layer, index)
             parts = slabs(layer, range(shape.heads), blocks)
-            digests += b"".join(_chunk_digests(parts, len(blocks), secret))
+            tags += b"".join(_rows(tagger, parts, len(blocks)))
             yield parts
-    yield digests
-    yield entry_digest(description.canonical(), ids, bytes(digests), secret)
+    yield tags
+    digest = entry_digest(description.canonical(), ids, bytes(tags), secret)
+    yield digest
+    return digest.hex()
 
 
 def write_share(
@@ -144,7 +395,7 @@ def write_share(
     slabs: SlabReader,
     secret: bytes,
 ) -> None:
-    """Write one rank's share of an entry: the slabs and digests of some heads of each layer.
+    """Write one rank's share of an entry: the slabs and tags of some heads of each layer.
 
     Args:
         draft: the entry's file, which other ranks write too.
@@ -152,21 +403,21 @@ def write_share(
         heads: returns the heads of a layer that this rank writes; each head is written by exactly one rank.
         secret: the store's secret, 32 bytes.
     """
-    layout = EntryLayout(description)
+    layout, tagger = EntryLayout(description), Tags(secret)
     for layer in range(len(description.layers)):
         mine = heads(layer)
         for index in range(description.runs(layer)) if mine else ():
             blocks = description.run(layer, index)
             parts = slabs(layer, mine, blocks)
-            digests = list(_chunk_digests(parts, len(blocks), secret))
+            tags = list(_rows(tagger, parts, len(blocks)))
             draft.write_at(layout.slab(layer, index, mine.start, blocks.start), parts)
-            draft.write_at(layout.chunk_digest(layer, index, mine.start), digests)
+            draft.write_at(layout.tag(layer, index, mine.start), tags)
 
 
-def _chunk_digests(slabs: Sequence[memoryview], blocks: int, secret: bytes) -> Iterator[bytes]:
-    """Yield the digest of each head's chunk, of slabs in the order of a `SlabReader`."""
+def _rows(tagger: Tags, slabs: Sequence[memoryview], blocks: int) -> Iterator[bytes]:
+    """Yield the row of each head's chunk, of slabs in the order of a `SlabReader`."""
     for start in range(0, len(slabs), blocks):
-        yield digest_of(secret, *slabs[start : start + blocks])
+        yield tagger.make(slabs[start : start + blocks])
 
 
 def seal(draft: Draft, description: EntryDescription, tokens: Sequence[int], secret: bytes) -> None:
@@ -177,9 +428,9 @@ def seal(draft: Draft, description: EntryDescription, tokens: Sequence[int], sec
     """
     layout = EntryLayout(description)
     ids = numpy.asarray(tokens, dtype="<i4").tobytes()
-    digests = draft.read(layout.digests, layout.digest)
-    rows = numpy.frombuffer(digests, numpy.uint8).reshape(-1, DIGEST_BYTES)
+    tags = draft.read(layout.tags, layout.digest)
+    rows = numpy.frombuffer(tags, numpy.uint8).reshape(-1, TAG_ROW_BYTES)
     if not rows.any(axis=1).all():
         raise StoreError("a rank's share of the draft is missing")
     draft.write_at(0, [layout.header, ids])
-    draft.write_at(layout.digest, [entry_digest(description.canonical(), ids, digests, secret)])
+    draft.write_at(layout.digest, [entry_digest(description.canonical(), ids, tags, secret)])

@@ -17,6 +17,7 @@ READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 LOCK = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 NO_FOLDER = (errno.ELOOP, errno.ENOTDIR)
+MOUNTS = Path("/proc/self/mountinfo")
 SECRET = "secret"
 SECRET_BYTES = 32
 
@@ -95,6 +96,22 @@ def open_file(name: str | Path, *, within: int | None = None, flags: int = READ)
         os.close(descriptor)
         raise
     return descriptor
+
+
+def file_system_of(folder: Path, mounts: Path = MOUNTS) -> Iterator[str]:
+    """Yield the types under which the system knows the file system that a folder lies on, or will lie on.
+
+    Args:
+        mounts: Linux's table of mounts; see proc_pid_mountinfo(5).
+    """
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    device = os.stat(there).st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    with contextlib.suppress(OSError):  # no Linux
+        for line in mounts.read_text(errors="replace").splitlines():
+            place, _, kind = line.partition(" - ")
+            if place.split(" ")[2:3] == [wanted]:
+                yield kind.split(" ")[0]
 
 
 def bytes_in(path: Path | str, *, within: int | None = None) -> int:

@@ -14,8 +14,8 @@ import numpy
 from baton_kv.blocks import GroupBlocks, KVBlocks
 from baton_kv.contract import TransferError, TransferFailure
 from baton_kv.copies import Copies, Fence, Staging
-from baton_kv.entry import Entry
-from baton_kv.format import EntryIncompatible, EntryInvalid
+from baton_kv.entry import Entry, Kept, Resident
+from baton_kv.format import EntryDescription, EntryIncompatible, EntryInvalid
 from baton_kv.joins.rotation import KeyMover, Turn
 from baton_kv.messages import Joined, LoadJob, Move
 from baton_kv.stores.base import Store
@@ -47,6 +47,7 @@ class Loader:
         blocks: the part of the engine's KV cache that this rank holds.
         copiers: the threads that share the copies of one load.
         given_up: the requests whose load need not be finished; others add to it.
+        resident: what was proved and is kept in memory, which loads add to.
         verify: whether to verify every chunk before it is used.
 
     Attributes:
@@ -61,6 +62,7 @@ class Loader:
         copies: Copies,
         copiers: ThreadPoolExecutor,
         given_up: Collection[str],
+        resident: Resident,
         *,
         verify: bool,
     ) -> None:
@@ -70,26 +72,28 @@ class Loader:
         self._copies = copies
         self._copiers = copiers
         self._given_up = given_up
+        self._resident = resident
         self._verify = verify
         self.mover: KeyMover | None = None
 
-    def load(self, fence: Fence, job: LoadJob) -> None:
-        """Carry out a load.
+    def load(self, fence: Fence, job: LoadJob) -> int:
+        """Carry out a load; return the bytes of it that were proved before and in memory.
 
         Raises:
             GivenUp: the request ended meanwhile.
             TransferError: an entry cannot be used; a corrupt one is quarantined.
         """
         self._require_waiting(job)
-        if any(each.ids for each in job.blocks):
-            self._load_in_place(fence, job)
+        resident = self._load_in_place(fence, job) if any(each.ids for each in job.blocks) else 0
         if job.joined is not None:
             self._load_moved(fence, job, job.joined)
+        return resident
 
-    def _load_in_place(self, fence: Fence, job: LoadJob) -> None:
+    def _load_in_place(self, fence: Fence, job: LoadJob) -> int:
+        resident = self._resident if self._verify else None
         try:
-            with open_sources(self._store, self._secret, job, self._blocks) as sources:
-                self._copy_layers(fence, partial(self._copy, sources, job))
+            with open_sources(self._store, self._secret, job, self._blocks, resident) as sources:
+                return self._copy_layers(fence, partial(self._copy, sources, job))
         except EntryIncompatible:
             raise  # valid for another engine, so it is not quarantined
         except EntryInvalid as error:
@@ -114,39 +118,43 @@ class Loader:
                     self._store.quarantine(move.key, error.part)
                 raise PartLost(move.key, error) from None
 
-    def _copy_layers(self, fence: Fence, copy: Callable[[Staging, range], None]) -> None:
-        """Copy all layers in several threads and wait for all of them, since they write to the blocks."""
+    def _copy_layers(self, fence: Fence, copy: Callable[[Staging, range], int]) -> int:
+        """Copy all layers in several threads and wait for all of them, since they write to the blocks.
 
-        def copy_some(some: range) -> None:
+        This thread is one of them. Returns the sum of what `copy` returns.
+        """
+
+        def copy_some(some: range) -> int:
             with self._copies.staging(fence) as staging:
-                copy(staging, some)
+                return copy(staging, some)
 
         layers = range(len(self._blocks))
-        shares: list[Future[None]] = []
+        shares: list[Future[int]] = []
         try:
-            for number in range(COPY_THREADS):
+            for number in range(1, COPY_THREADS):
                 shares.append(self._copiers.submit(copy_some, layers[number::COPY_THREADS]))
+            mine = copy_some(layers[::COPY_THREADS])
         finally:
             wait(shares)
-        for share in shares:
-            share.result()
+        return mine + sum(share.result() for share in shares)
 
     def _require_waiting(self, job: LoadJob) -> None:
         if job.request_id in self._given_up:
             raise GivenUp
 
-    def _copy(self, sources: list[Source], job: LoadJob, staging: Staging, layers: range) -> None:
-        copier = LoadCopier(self._blocks, staging, self._verify)
+    def _copy(self, sources: list[Source], job: LoadJob, staging: Staging, layers: range) -> int:
+        copier, resident = LoadCopier(self._blocks, staging, self._verify), 0
         for layer in layers:
             self._require_waiting(job)
-            for source in sources:
-                copier.copy(source, layer)
+            resident += sum(copier.copy(source, layer) for source in sources)
+        return resident
 
-    def _clear(self, mover: KeyMover, job: LoadJob, joined: Joined, staging: Staging, layers: range) -> None:
+    def _clear(self, mover: KeyMover, job: LoadJob, joined: Joined, staging: Staging, layers: range) -> int:
         copier = MoveCopier(self._blocks, staging, mover, job.table)
         for layer in layers:
             if layer >= mover.layers:
                 copier.clear(joined.stop - joined.tokens, joined.stop, layer)
+        return 0
 
     def _move(
         self,
@@ -156,25 +164,33 @@ class Loader:
         sources: list[Source],
         staging: Staging,
         layers: range,
-    ) -> None:
+    ) -> int:
         copier = MoveCopier(self._blocks, staging, mover, job.table)
         for layer in layers:
             self._require_waiting(job)
             if layer < mover.layers:
                 copier.copy(move, sources, layer)
+        return 0
 
 
 @dataclass(frozen=True)
 class Source:
-    """An open entry and the blocks that are loaded from it, for each cache group."""
+    """An open entry and the blocks that are loaded from it, for each cache group.
+
+    Attributes:
+        kept: its runs that are in memory, or will be; None: there is no room for them.
+    """
 
     entry: Entry
     blocks: tuple[GroupBlocks, ...]
+    kept: Kept | None = None
 
 
 @contextmanager
-def open_sources(store: Store, secret: bytes, job: LoadJob, kv: KVBlocks) -> Iterator[list[Source]]:
-    """Open the entries that a load needs, for the time of the context.
+def open_sources(
+    store: Store, secret: bytes, job: LoadJob, kv: KVBlocks, resident: Resident | None = None
+) -> Iterator[list[Source]]:
+    """Open the entries that a load needs, for the time of the context; what is proved in it stays `resident`.
 
     Raises:
         EntryInvalid: an entry is corrupt, or not the one that was named.
@@ -182,7 +198,28 @@ def open_sources(store: Store, secret: bytes, job: LoadJob, kv: KVBlocks) -> Ite
         StoreError: a file is missing or cannot be read.
     """
     with ExitStack() as opened:
-        entry = Entry(opened.enter_context(store.open(job.key)), job.key, secret)
+
+        def open_entry(key: str, part: int | None = None) -> tuple[Entry, Kept | None]:
+            reader = opened.enter_context(store.open(job.key, part))
+            kept = resident.find(reader, key) if resident is not None else None
+            if resident is None or kept is None:
+                return Entry(reader, key, secret, part), None
+            opened.callback(resident.release, kept)
+            entry = Entry(reader, key, secret, part, kept.told)
+            if entry.digest != kept.digest:  # the file has changed since it was asked
+                return entry, None
+            kept.told = entry.told
+            return entry, kept
+
+        def source(
+            entry: Entry, kept: Kept | None, blocks: tuple[GroupBlocks, ...], part: int | None
+        ) -> Source:
+            _require_held(entry, blocks, kv, part)
+            if resident is not None and kept is None and _most(entry.description, blocks):
+                kept = opened.enter_context(resident.room(entry.description))
+            return Source(entry, blocks, kept)
+
+        entry, kept = open_entry(job.key)
         entry.require(job.fingerprint)
         if job.digest not in (None, entry.digest):
             raise EntryIncompatible("the entry was replaced after its token ids were compared")
@@ -195,21 +232,30 @@ def open_sources(store: Store, secret: bytes, job: LoadJob, kv: KVBlocks) -> Ite
                 for group, each in zip(kv.groups, job.blocks, strict=True)
             )
             if any(each.ids for each in blocks):
-                reader = opened.enter_context(store.open(job.key, index))
-                other = Entry(reader, part.key, secret, index)
+                other, held = open_entry(part.key, index)
                 if other.digest != part.digest:
                     raise EntryIncompatible(f"part {index} is not the entry that was continued", index)
-                found.append(_source(other, blocks, kv, index))
+                found.append(source(other, held, blocks, index))
             reached = part.stop
         blocks = tuple(
             each.within(range(reached, sys.maxsize)) if group.window is None else each
             for group, each in zip(kv.groups, job.blocks, strict=True)
         )
-        found.append(_source(entry, blocks, kv, None))
+        found.append(source(entry, kept, blocks, None))
         yield found
+        for each in found:
+            if resident is not None and each.kept is not None and not each.kept.digest:
+                each.kept.told = each.entry.told
+                resident.keep(each.kept, each.entry.digest, each.entry.told.layout.size)
 
 
-def _source(entry: Entry, blocks: tuple[GroupBlocks, ...], kv: KVBlocks, part: int | None) -> Source:
+def _most(described: EntryDescription, blocks: tuple[GroupBlocks, ...]) -> bool:
+    """Return whether these are at least half of an entry's blocks: less is not worth its room."""
+    held = sum(described.blocks - first for first in described.firsts)
+    return 2 * sum(len(each.ids) for each in blocks) >= held
+
+
+def _require_held(entry: Entry, blocks: tuple[GroupBlocks, ...], kv: KVBlocks, part: int | None) -> None:
     """Check that an entry holds these blocks in the shape of the KV cache.
 
     Raises:
@@ -221,7 +267,6 @@ def _source(entry: Entry, blocks: tuple[GroupBlocks, ...], kv: KVBlocks, part: i
     for first, each in zip(described.firsts, blocks, strict=True):
         if each.ids and (each.first < first or each.indexes.stop > described.blocks):
             raise EntryInvalid("the entry has fewer blocks than the load needs", part)
-    return Source(entry, blocks)
 
 
 @dataclass(frozen=True)
@@ -239,8 +284,8 @@ class LoadCopier:
     staging: Staging
     verify: bool
 
-    def copy(self, source: Source, layer: int) -> None:
-        """Copy one layer of a source.
+    def copy(self, source: Source, layer: int) -> int:
+        """Copy one layer of a source; return the bytes of it that were proved before and in memory.
 
         Raises:
             EntryInvalid: a chunk does not match its digest, or the file is too short.
@@ -248,25 +293,34 @@ class LoadCopier:
         described = source.entry.description
         blocks = source.blocks[described.layers[layer].group]
         if not blocks.ids:
-            return
+            return 0
         size, first = described.layers[layer].run_blocks, described.first(layer)
         runs = range((blocks.first - first) // size, -(-(blocks.indexes.stop - first) // size))
         if not self.verify and self.staging.rows(self.kv.pool(layer, self.kv.heads(layer)), ()) is not None:
             self._read_rows(source.entry, layer, runs, blocks)
-            return
-        for index in runs:
-            self._copy_run(source.entry, layer, index, blocks.within(described.run(layer, index)))
+            return 0
+        return sum(
+            self._copy_run(source, layer, index, blocks.within(described.run(layer, index))) for index in runs
+        )
 
-    def _copy_run(self, entry: Entry, layer: int, index: int, wanted: GroupBlocks) -> None:
-        """Copy the wanted blocks of a run through a buffer."""
+    def _copy_run(self, source: Source, layer: int, index: int, wanted: GroupBlocks) -> int:
+        """Copy the wanted blocks of a run, from where they are in memory or through there."""
+        entry, kept = source.entry, source.kept
         run, heads = entry.description.run(layer, index), self.kv.heads(layer)
-        size = len(heads) * len(run) * entry.description.layers[layer].slab_bytes
-        data = self.staging.buffer(size)[:size]
-        if self.verify:
-            entry.run(layer, index, heads, data)
-        else:
-            entry.read_slabs(layer, index, heads.start, run.start, [data])
+        slab_bytes = entry.description.layers[layer].slab_bytes
+        size = len(heads) * len(run) * slab_bytes
+        data = kept.run(layer, index) if kept is not None else None
+        resident = data is not None
+        if data is None:
+            data = kept.room(layer, index) if kept is not None else self.staging.buffer(size)[:size]
+            if self.verify:
+                entry.run(layer, index, heads, data)
+            else:
+                entry.read_slabs(layer, index, heads.start, run.start, [data])
+            if kept is not None:
+                kept.added(layer, index)
         self.staging.scatter(self.kv.pool(layer, heads), wanted.ids, data, wanted.first - run.start)
+        return len(self.kv.writes(layer)) * len(wanted.ids) * slab_bytes if resident else 0
 
     def _read_rows(self, entry: Entry, layer: int, runs: range, blocks: GroupBlocks) -> None:
         """Read the blocks of some runs into the KV cache itself, whole runs of all heads at once."""

@@ -450,5 +450,6 @@ def combined(outcomes: list[TransferOutcome]) -> TransferOutcome:
         outcomes[0],
         failure=min(failures, key=SAYS_MOST.index, default=None),
         bytes=sum(outcome.bytes for outcome in outcomes),
+        resident=sum(outcome.resident for outcome in outcomes),
         seconds=max(outcome.seconds for outcome in outcomes),
     )

@@ -50,3 +50,9 @@ class ConnectorSettings(BaseModel):
         True,
         description="Verify every chunk before it is used, not only an entry's description and token ids.",
     )
+    resident: ByteSize = Field(
+        ByteSize(0),
+        ge=0,
+        description="Bytes of KV that stay in the engine's memory once they were saved or verified there, so "
+        "that later loads need not verify them; each rank has as many. 0: none do.",
+    )

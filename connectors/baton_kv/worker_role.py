@@ -1,8 +1,9 @@
 """The connector's part in the worker: copy blocks between the KV cache and the store in background threads.
 
-Loads run one after the other, as do saves; automatic saves run in a thread of low priority. `COPY_THREADS`
-threads share the copies of one load. Nothing here raises into the engine, where any exception would end it
-for every tenant: a load that fails is reported, and the engine computes what it should have brought.
+Loads run one after the other, whose copies `COPY_THREADS` threads share; as many saves at once as there are
+cores for, automatic ones in a thread of low priority. What saves gather and loads prove may stay in memory.
+Nothing here raises into the engine, where any exception would end it for every tenant: a load that fails is
+reported, and the engine computes what it should have brought.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,7 +24,6 @@ from typing import TypeVar
 
 from baton_kv.blocks import KVBlocks
 from baton_kv.contract import (
-    EXPENDABLE,
     Transfer,
     TransferError,
     TransferFailure,
@@ -31,16 +31,17 @@ from baton_kv.contract import (
     failure_of,
 )
 from baton_kv.copies import Fence, Staging, copies_for
-from baton_kv.entry import SlabReader, seal, write, write_share
+from baton_kv.entry import Kept, Resident, SlabReader, is_expendable, seal, write, write_share
 from baton_kv.format import EntryDescription, EntryLayout
 from baton_kv.joins.rotation import KeyMover
 from baton_kv.load import COPY_THREADS, GivenUp, Loader, PartLost
 from baton_kv.messages import Gap, LoadJob, SaveJob, StepJobs
-from baton_kv.stores.base import Commit, SharedFiles, SharedMissing, Store, StoreFull
+from baton_kv.stores.base import Commit, Piece, SharedFiles, SharedMissing, Store, StoreFull
 
 logger = logging.getLogger(__name__)
 Job = TypeVar("Job", LoadJob, SaveJob)
-SAVE_THREADS = 2
+CORES_A_SAVER, MOST_SAVERS = 4, 4
+"""A save takes a core from the model's CPU work."""
 REST_S = 0.002
 """Longest wait of a step that computes nothing; a new request waits as long at most."""
 LOW_PRIORITY = 19
@@ -95,6 +96,8 @@ class WorkerRole:
         blocks: the part of the engine's KV cache that this rank holds.
         verify: whether to verify every chunk before it is used.
         ranks: number of ranks, all of which are given the same jobs.
+        resident: bytes of proved KV that may stay in memory; without `verify` none does.
+        savers: number of saves that run at once, beside automatic ones.
     """
 
     def __init__(
@@ -106,6 +109,8 @@ class WorkerRole:
         verify: bool = True,
         rank: int = 0,
         ranks: int = 1,
+        resident: int = 0,
+        savers: int = 1,
     ) -> None:
         self._store = store
         self._secret = secret
@@ -113,16 +118,25 @@ class WorkerRole:
         self._rank = rank
         self._ranks = ranks
         # Each of these threads may copy at the same time as the others.
-        self._copies = copies_for(blocks.device, COPY_THREADS + SAVE_THREADS, blocks.largest_run)
+        self._copies = copies_for(blocks.device, COPY_THREADS + savers + 1, blocks.largest_run)
         self._loading: set[str] = set()
         self._given_up: set[str] = set()
         self._done: queue.SimpleQueue[tuple[LoadJob | SaveJob, TransferOutcome]] = queue.SimpleQueue()
-        self._copiers = self._threads(COPY_THREADS, "copy")
+        self._copiers = self._threads(COPY_THREADS - 1, "copy")  # the one that loads copies too
         self._load_thread = self._threads(1, "load")
+        memory = self._copies.memory(resident) if resident and verify else memoryview(b"")
+        self._resident = Resident(memory, [len(blocks.heads(layer)) for layer in range(len(blocks))])
         self._loader = Loader(
-            store, secret, blocks, self._copies, self._copiers, self._given_up, verify=verify
+            store,
+            secret,
+            blocks,
+            self._copies,
+            self._copiers,
+            self._given_up,
+            self._resident,
+            verify=verify,
         )
-        self._saver = self._threads(1, "save")
+        self._saver = self._threads(savers, "save")
         self._spare_saver = self._threads(1, "spare", niceness=LOW_PRIORITY)
         self._placer = self._threads(1, "place")
         # Begun here, or its thread would have the priority of who needs it first.
@@ -160,13 +174,13 @@ class WorkerRole:
         for load in jobs.loads:
             self._begin(self._load_thread, load, partial(self._loader.load, fence))
         for save in jobs.saves:
-            if _is_expendable(save.key) and self._ranks == 1:
+            if is_expendable(save.key) and self._ranks == 1:
                 deadline = time.monotonic() + SPARE_WITHIN_S
                 self._begin(self._spare_saver, save, partial(self._save_in_idle_time, fence, deadline))
             else:
                 self._begin(self._saver, save, partial(self._save, fence))
 
-    def _begin(self, pool: ThreadPoolExecutor, job: Job, work: Callable[[Job], None]) -> None:
+    def _begin(self, pool: ThreadPoolExecutor, job: Job, work: Callable[[Job], int | None]) -> None:
         try:
             pool.submit(self._run, job, work)
         except RuntimeError as error:  # no thread can be started, or it is shut down: release the request
@@ -235,13 +249,14 @@ class WorkerRole:
         for pool in (self._load_thread, self._saver, self._spare_saver, self._placer, self._copiers):
             pool.shutdown(wait=True, cancel_futures=True)
 
-    def _run(self, job: Job, work: Callable[[Job], None]) -> None:
+    def _run(self, job: Job, work: Callable[[Job], int | None]) -> None:
+        """Carry out a job; `work` may return the bytes of a load that were in memory."""
         kind = Transfer.SAVE if isinstance(job, SaveJob) else Transfer.LOAD
         began = time.monotonic()
         failure: TransferFailure | None = None
-        key = job.key
+        key, resident = job.key, 0
         try:
-            work(job)
+            resident = work(job) or 0
         except GivenUp as error:
             failure = failure_of(error)
         except TransferError as error:
@@ -252,7 +267,7 @@ class WorkerRole:
             logger.exception("KV %s of %s failed", kind, job.key)
             failure = failure_of(error)
         outcome = self._outcome(job, failure, time.monotonic() - began)
-        self._done.put((job, replace(outcome, key=key)))
+        self._done.put((job, replace(outcome, key=key, resident=resident)))
         self._ended.set()
 
     def _outcome(
@@ -308,12 +323,23 @@ class WorkerRole:
         )
         shared = SharedFiles(tuple(part.key for part in job.parts), job.source)
         with self._copies.staging(fence) as staging:
-            slabs = partial(self._slabs, job, staging, how.deadline)
-            if self._ranks > 1:
+            if self._ranks > 1:  # none of them knows the entry's digest, nor has all that it holds
+                slabs = partial(self._slabs, job, described, staging, how.deadline, None)
                 self._write_share(job, described, slabs, shared)
-            else:
-                whole = write(described, job.tokens, slabs, self._secret)
-                self._store.put(job.key, whole, size=described.kv_bytes, shared=shared, commit=how.commit)
+                return
+            with self._resident.room(described) as kept:
+                slabs = partial(self._slabs, job, described, staging, how.deadline, kept)
+                digest = ""
+
+                def whole() -> Generator[Piece]:
+                    nonlocal digest
+                    digest = yield from write(described, job.tokens, slabs, self._secret)
+
+                size = self._store.put(
+                    job.key, whole(), size=described.kv_bytes, shared=shared, commit=how.commit
+                )
+                if kept is not None:
+                    self._resident.keep(kept, digest, size)
 
     def _write_share(
         self, job: SaveJob, described: EntryDescription, slabs: SlabReader, shared: SharedFiles
@@ -330,12 +356,26 @@ class WorkerRole:
                 draft.place()
 
     def _slabs(
-        self, job: SaveJob, staging: Staging, deadline: float, layer: int, heads: range, blocks: range
+        self,
+        job: SaveJob,
+        described: EntryDescription,
+        staging: Staging,
+        deadline: float,
+        kept: Kept | None,
+        layer: int,
+        heads: range,
+        blocks: range,
     ) -> list[memoryview]:
+        """Gather the slabs of a run of blocks, in memory where they are to stay."""
         if time.monotonic() > deadline or (self._closing and deadline < math.inf):
             raise Postponed("others had the cores for too long, or the engine stops")
         ids = job.blocks[self._blocks.shapes[layer].group].within(blocks).ids
-        return staging.gather(self._blocks.pool(layer, heads), ids)
+        if kept is None:
+            return staging.gather(self._blocks.pool(layer, heads), ids)
+        index = (blocks.start - described.first(layer)) // described.layers[layer].run_blocks
+        slabs = staging.gather(self._blocks.pool(layer, heads), ids, kept.room(layer, index))
+        kept.added(layer, index)  # what is digested and written is this
+        return slabs
 
     def _firsts(self, job: SaveJob) -> list[int]:
         """Return the first block of each cache group that a save writes."""
@@ -344,12 +384,12 @@ class WorkerRole:
         return [shared if group.window is None else each.first for group, each in groups]
 
 
+def savers_for(cores: int | None) -> int:
+    """Return how many saves should run at once on a machine of so many cores."""
+    return max(1, min(MOST_SAVERS, (cores or 1) // CORES_A_SAVER))
+
+
 def _lower_priority(niceness: int) -> None:
     """Lower this thread's priority, so that it runs for the most part where others leave a core idle."""
     with contextlib.suppress(OSError, AttributeError):  # not on every system
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
-
-
-def _is_expendable(key: str) -> bool:
-    """Return whether an entry is saved though no client asked for it."""
-    return key.rpartition("/")[2].startswith(EXPENDABLE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,6 +34,15 @@ def one_layer_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def relay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Relay:
     monkeypatch.setattr(entry_format, "RUN_BYTES", 2 * HEADS * SLAB_BYTES)  # two runs a layer
     return Relay(tmp_path / "store")
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A folder in memory, as engines keep entries in."""
+    if not os.path.ismount("/dev/shm"):
+        pytest.skip("there is no /dev/shm")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture

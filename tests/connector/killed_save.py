@@ -1,6 +1,6 @@
 """Saves entries until it is killed: before each system call of a save in turn, or at random moments.
 
-`killed_save.py calls|chain|ranks|moments ROOT`. Every kill has a folder of its own under ROOT; each line of the
+`killed_save.py calls|pages|chain|ranks|ranks-pages|moments ROOT`. Every kill has a folder of its own under ROOT; each line of the
 answer is its name and where the kill was, the last one is `survived` but for `moments`.
 """
 
@@ -24,7 +24,8 @@ from baton_kv.format import EntryDescription, EntryLayout, LayerShape, Part
 from baton_kv.stores import file
 from baton_kv.stores.base import SharedFiles
 
-OS_CALLS = ("open", "close", "mkdir", "utime", "fsync", "rename", "link", "unlink", "pwrite")
+OS_CALLS = ("open", "close", "mkdir", "utime", "fsync", "rename", "link", "unlink", "pwrite", "ftruncate")
+OS_CALLS += ("posix_fallocate",)
 LAYERS, HEADS, BLOCKS, SLAB_BYTES = 3, 2, 4, 16 * 1024
 PIECE = 32 * 1024
 KILLS = 100
@@ -93,7 +94,7 @@ class Saves:
         described = self._described(parts)
         shared = SharedFiles(tuple(part.key for part in parts), parts[-1].key if parts else "")
         whole = write(described, range(50), self._slabs, self._secret)
-        self.store.put(described.key, whole, shared=shared)
+        self.store.put(described.key, whole, size=described.kv_bytes, shared=shared)
         with self.store.open(described.key) as reader:
             return Part(described.key, Entry(reader, described.key, self._secret).digest, 2)
 
@@ -161,4 +162,8 @@ if __name__ == "__main__":
     if when == "moments":
         at_random_moments(folder)
     else:
-        at_every_call(folder, {"calls": in_the_other_s_room, "chain": in_a_chain, "ranks": by_ranks}[when])
+        if when.endswith("pages"):  # so small that a save has some
+            setattr(file, "LARGE_PAGE_BYTES", PIECE)  # noqa: B010
+        ranked = {"ranks": by_ranks, "ranks-pages": by_ranks}
+        work = ({"chain": in_a_chain} | ranked).get(when, in_the_other_s_room)
+        at_every_call(folder, work)

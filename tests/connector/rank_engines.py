@@ -48,7 +48,16 @@ class RankedEngine:
         kv: the whole model's KV, `[layers, blocks, heads, tokens, values]`; a rank's pool is a copy of its heads.
     """
 
-    def __init__(self, store: Store, heads: int, ranks: int, seed: int = 0, *, verify: bool = True) -> None:
+    def __init__(
+        self,
+        store: Store,
+        heads: int,
+        ranks: int,
+        seed: int = 0,
+        *,
+        verify: bool = True,
+        resident: int = 0,
+    ) -> None:
         shape = (LAYERS, BLOCKS, heads, BLOCK, VALUES)
         self.kv = torch.rand(shape, generator=torch.Generator().manual_seed(seed))
         self.shards = [HeadShard.of_rank(heads, rank, ranks) for rank in range(ranks)]
@@ -58,7 +67,15 @@ class RankedEngine:
         ]
         self.scheduler = SchedulerRole(store, SECRET, "one", BLOCK, ranks)
         self.workers = [
-            WorkerRole(store, SECRET, KVBlocks(pool, BLOCKS, shard), rank=rank, ranks=ranks, verify=verify)
+            WorkerRole(
+                store,
+                SECRET,
+                KVBlocks(pool, BLOCKS, shard),
+                rank=rank,
+                ranks=ranks,
+                verify=verify,
+                resident=resident,
+            )
             for rank, (pool, shard) in enumerate(zip(self.pools, self.shards, strict=True))
         ]
         self._requests = map(str, itertools.count())

@@ -24,13 +24,22 @@ class Engine:
     """A pool and both roles, as one engine has them; `strided` as vLLM lays layers out."""
 
     def __init__(
-        self, store: MemoryStore, fingerprint: str = "one", seed: int = 0, *, verify: bool = True
+        self,
+        store: MemoryStore,
+        fingerprint: str = "one",
+        seed: int = 0,
+        *,
+        verify: bool = True,
+        resident: int = 0,
+        savers: int = 1,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
         pool = torch.rand((12, 3, 2, BLOCK, 8), generator=generator)  # blocks, layers, heads, tokens, values
         self.layers = [pool[:, layer] for layer in range(3)]
         self.scheduler = SchedulerRole(store, SECRET, fingerprint, BLOCK)
-        self.worker = WorkerRole(store, SECRET, KVBlocks(self.layers), verify=verify)
+        self.worker = WorkerRole(
+            store, SECRET, KVBlocks(self.layers), verify=verify, resident=resident, savers=savers
+        )
 
     def run(self, jobs: int) -> FinishedJobs:
         """Let this step's jobs end."""

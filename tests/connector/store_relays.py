@@ -29,14 +29,28 @@ NOBODY = 65534
 
 
 class Engine:
-    """A pool and both roles, as one engine has them."""
+    """A pool and both roles, as one engine has them.
 
-    def __init__(self, store: Store, model: str = "one", *, secret: bytes = SECRET, seed: int = 0) -> None:
+    Attributes:
+        resident: bytes of the last job that were in the worker's memory.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        model: str = "one",
+        *,
+        secret: bytes = SECRET,
+        seed: int = 0,
+        resident: int = 0,
+        verify: bool = True,
+    ) -> None:
         pool = torch.rand((12, LAYERS, HEADS, BLOCK, 8), generator=torch.Generator().manual_seed(seed))
         self.blocks = KVBlocks([pool[:, layer] for layer in range(LAYERS)])
         self.scheduler = SchedulerRole(store, secret, model, BLOCK)
-        self.worker = WorkerRole(store, secret, self.blocks)
+        self.worker = WorkerRole(store, secret, self.blocks, resident=resident, verify=verify)
         self.model = model
+        self.resident = 0
         self._requests = itertools.count()
 
     def run(self, jobs: StepJobs) -> str | None:
@@ -46,7 +60,8 @@ class Engine:
         while not (finished := self.worker.poll()).outcomes:
             assert time.monotonic() < deadline, "the job did not end"
             time.sleep(0.0005)
-        failure = finished.outcomes[0].failure
+        (outcome,) = finished.outcomes
+        failure, self.resident = outcome.failure, outcome.resident
         assert finished.saved | finished.loaded == {"r"}
         assert finished.failed == ({"r"} if failure and jobs.loads else set())
         return failure

@@ -33,10 +33,10 @@ def kv_of(tokens: list[int]) -> torch.Tensor:
 class Contexts:
     """An engine that computes contexts, saves them, and loads them into an empty pool."""
 
-    def __init__(self, store: Store, scope: str = "acme") -> None:
+    def __init__(self, store: Store, scope: str = "acme", resident: int = 0) -> None:
         self.store = store
         self.scope = scope
-        self.engine = Engine(store)
+        self.engine = Engine(store, resident=resident)
         self._next = 0
 
     def _request(self) -> str:
@@ -107,9 +107,12 @@ class Contexts:
         return len(self.described(key).parts)
 
 
-@pytest.fixture(params=["memory", "file"])
+@pytest.fixture(params=["memory", "file", "resident"])
 def contexts(request: pytest.FixtureRequest, tmp_path: Path) -> Contexts:
-    return Contexts(MemoryStore() if request.param == "memory" else FileStore(tmp_path / "store"))
+    """Contexts in a store; `resident`: the engine also keeps what it proved, in little memory."""
+    if request.param == "memory":
+        return Contexts(MemoryStore())
+    return Contexts(FileStore(tmp_path / "store"), resident=(request.param == "resident") * 64 * 1024)
 
 
 def turns(count: int, length: int, seed: int = 0) -> list[list[int]]:

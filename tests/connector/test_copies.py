@@ -21,7 +21,7 @@ from support.memory_store import MemoryStore
 
 from baton_kv import copies
 from baton_kv.blocks import HeadShard, KVBlocks
-from baton_kv.copies import CudaCopies, HostStaging, Staging, in_words
+from baton_kv.copies import CudaCopies, HostStaging, Staging, in_words, private_memory, stretches
 
 HEADS, BLOCKS, ROWS, TOKENS, VALUES = 3, 8, 2, 4, 6
 Log = list[tuple[str, object]]
@@ -120,6 +120,42 @@ def test_slabs_come_and_go_unchanged(cuda: Recorder, kind: str, name: str, skip:
     staging.scatter(pool, [2, 7, 0], data, skip)
     assert torch.equal(pool[:, [2, 7, 0]], sent[:, skip:])
     assert torch.equal(pool[:, [1, 3, 4, 5, 6]], before[:, [1, 3, 4, 5, 6]])
+
+
+@pytest.mark.parametrize("name", pools())
+@pytest.mark.parametrize("kind", ["host", "cuda"])
+@pytest.mark.parametrize("blocks", [[5, 6, 7, 1, 2], [4], [7, 6, 5], [0, 1, 2, 3, 4, 5, 6, 7], [3, 3]])
+def test_slabs_are_gathered_into_memory_that_stays(
+    cuda: Recorder, kind: str, name: str, blocks: list[int]
+) -> None:
+    """Also blocks that follow one another in the pool, which are copied at once."""
+    pool, size = pools()[name], pools()[name][0, 0].numel()
+    staging: Staging = HostStaging()
+    if kind == "cuda":
+        staging = copies.CudaStaging(torch.device("cpu"), HEADS * BLOCKS * size)
+    room = private_memory(HEADS * len(blocks) * size)
+    taken = staging.gather(pool, blocks, room)
+    expected = pool[:, blocks].numpy().tobytes()
+    assert (b"".join(taken), bytes(room)) == (expected, expected)
+    other = torch.zeros_like(pool)
+    if len(set(blocks)) == len(blocks):
+        staging.scatter(other, blocks, room.toreadonly())
+        assert torch.equal(other[:, blocks], pool[:, blocks])
+        assert int(other.count_nonzero()) == int(pool[:, blocks].count_nonzero())
+
+
+@pytest.mark.parametrize(
+    ("blocks", "found"),
+    [
+        ([], []),
+        ([4], [(0, 4, 1)]),
+        ([4, 5, 6], [(0, 4, 3)]),
+        ([6, 5, 4], [(0, 6, 1), (1, 5, 1), (2, 4, 1)]),
+        ([1, 2, 9, 10, 10], [(0, 1, 2), (2, 9, 2), (4, 10, 1)]),
+    ],
+)
+def test_stretches_of_blocks(blocks: list[int], found: list[tuple[int, int, int]]) -> None:
+    assert list(stretches(blocks)) == found
 
 
 @pytest.mark.parametrize("name", ["dense", "heads inside blocks", "blocks apart"])

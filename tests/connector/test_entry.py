@@ -12,9 +12,11 @@ import safetensors
 from support.memory_store import BytesReader
 
 from baton_kv.contract import new_key
-from baton_kv.entry import Entry, SlabReader, write
+from baton_kv.entry import Entry, SlabReader, Tags, write
 from baton_kv.format import (
+    NONCE_BYTES,
     RUN_BYTES,
+    TAG_ROW_BYTES,
     EntryDescription,
     EntryIncompatible,
     EntryInvalid,
@@ -88,7 +90,7 @@ def test_an_entry_reads_back_to_the_bit(slab_bytes: int) -> None:
 def test_safetensors_own_library_reads_it() -> None:
     described = describe(4096)
     tensors = dict(safetensors.deserialize(encode(described)))
-    assert set(tensors) == {"tokens", "digests", "digest", "layer.0", "layer.1", "layer.2"}
+    assert set(tensors) == {"tokens", "tags", "digest", "layer.0", "layer.1", "layer.2"}
     assert numpy.frombuffer(tensors["tokens"]["data"], "<i4").tolist() == TOKENS
     assert bytes(tensors["layer.1"]["data"]) == kv_of(described, 1)
 
@@ -317,8 +319,9 @@ def test_an_entry_with_impossible_images_is_refused(images: tuple[ImageRef, ...]
         Entry(BytesReader(encode(described)), described.key, SECRET)
 
 
-def test_an_entry_of_before_there_were_images_is_left_alone() -> None:
-    described = describe(64, format="baton-kv/2")
+@pytest.mark.parametrize("number", [2, 3])
+def test_an_entry_of_an_earlier_version_is_left_alone(number: int) -> None:
+    described = describe(64, format=f"baton-kv/{number}")
     with pytest.raises(EntryIncompatible, match="another version"):
         Entry(BytesReader(encode(described)), described.key, SECRET)
 
@@ -350,3 +353,22 @@ def test_equal_token_ids_count_up_to_the_first_image_that_differs_and_never_to_t
 ) -> None:
     assert trim_to_equal_images(TWO, theirs, shared) == same
     assert trim_to_equal_images(theirs, TWO, shared) == same
+
+
+def test_every_chunk_has_a_nonce_of_its_own_and_a_tag_that_fits_it_alone() -> None:
+    """Two chunks with one nonce would give the key of all tags away; the same KV saved twice is no exception."""
+    described = describe(4096)
+    layout, chunks = EntryLayout(described), described.chunk_count
+    rows = [
+        encode(described)[layout.tags + at * TAG_ROW_BYTES :][:TAG_ROW_BYTES]
+        for _ in range(3)
+        for at in range(chunks)
+    ]
+    assert len({row[:NONCE_BYTES] for row in rows}) == 3 * chunks
+    tags, chunk = Tags(SECRET), memoryview(kv_of(described, 0))[: 3 * 4096]
+    row = tags.make([chunk[:4096], chunk[4096:]])
+    assert tags.fits(row, chunk)
+    assert tags.make([chunk]) != row
+    assert not Tags(b"t" * 32).fits(row, chunk)
+    assert not tags.fits(row, chunk[:-1])
+    assert not any(tags.fits(bytes([*row[:at], row[at] ^ 1, *row[at + 1 :]]), chunk) for at in range(28))

@@ -108,7 +108,7 @@ def test_a_read_error_is_a_miss(call: str, relay: Relay, monkeypatch: pytest.Mon
 def test_an_entry_that_shrinks_or_vanishes_is_a_miss(relay: Relay) -> None:
     with relay.store.open(relay.key) as reader:
         found = Entry(reader, relay.key, SECRET)
-        os.truncate(relay.path(relay.key), EntryLayout(found.description).digests - 1)
+        os.truncate(relay.path(relay.key), EntryLayout(found.description).tags - 1)
         with pytest.raises(EntryInvalid):
             found.read_slabs(LAYERS - 1, 1, HEADS - 1, len(SAVED) - 1, [memoryview(bytearray(SLAB_BYTES))])
     relay.path(relay.key).write_bytes(relay.sound)

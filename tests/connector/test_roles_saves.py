@@ -30,7 +30,7 @@ from baton_kv.copies import HostStaging
 from baton_kv.folders import store_secret
 from baton_kv.scheduler_role import HeldBlocks, SchedulerRole
 from baton_kv.stores.base import StoreError
-from baton_kv.worker_role import LOW_PRIORITY
+from baton_kv.worker_role import LOW_PRIORITY, savers_for
 
 
 @pytest.fixture
@@ -66,6 +66,46 @@ class NotingStore(MemoryStore):
 
     def note(self, name: str) -> None:
         self.niceness[name] = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+
+class MeetingStore(MemoryStore):
+    """A store in which so many writers wait for one another."""
+
+    def __init__(self, writers: int) -> None:
+        super().__init__()
+        self._all_here = threading.Barrier(writers)
+
+    def put(self, key: str, *args: Any, **more: Any) -> int:
+        self._all_here.wait(10)
+        return super().put(key, *args, **more)
+
+
+def test_several_saves_run_at_once_and_each_saves_its_own() -> None:
+    engine = Engine(MeetingStore(3), resident=1024**2, savers=3)
+    saved = {new_key("local"): [1 + number, 11 - number, 4 + number, 8] for number in range(3)}
+    for number, (key, blocks) in enumerate(saved.items()):
+        engine.scheduler.finished(
+            f"{number}",
+            params_to_save(key),
+            tokens=PROMPT,
+            prompt=49,
+            computed=50,
+            block_ids=(blocks,),
+            whole=True,
+        )
+    finished = engine.run(3)
+    assert [each.failure for each in finished.outcomes] == [None] * 3
+    was = [layer.clone() for layer in engine.layers]
+    for key, blocks in saved.items():
+        assert engine.scheduler.matched(key, params_to_load(key), [*PROMPT, 5], 0) == 49
+        engine.scheduler.allocated(key, ([4, 5, 6, 7],), 49)
+        assert engine.run(1).outcomes[0].resident > 0
+        assert all(torch.equal(now[4:8], then[blocks]) for now, then in zip(engine.layers, was, strict=True))
+        engine.layers[0][4:8] = 0
+
+
+def test_savers_are_few_where_cores_are() -> None:
+    assert [savers_for(cores) for cores in (None, 1, 2, 7, 8, 16, 96)] == [1, 1, 1, 1, 2, 4, 4]
 
 
 def test_what_nobody_asked_for_is_saved_by_a_thread_that_gives_way() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import stat
 import threading
 from collections.abc import Callable, Iterator
@@ -13,9 +14,10 @@ import pytest
 from support.memory_store import MemoryStore
 
 from baton_kv.contract import EXPENDABLE, new_key
+from baton_kv.stores import file
 from baton_kv.stores.base import EntryMissing, Store, StoreError, StoreFull
 from baton_kv.stores.factory import open_store
-from baton_kv.stores.file import ABANDONED_AFTER_S, FileStore
+from baton_kv.stores.file import ABANDONED_AFTER_S, LARGE_PAGE_BYTES, FileStore
 
 
 @pytest.fixture(params=["memory", "file"])
@@ -264,3 +266,49 @@ def test_images_count_and_do_not_go(tmp_path: Path) -> None:
     assert (store.exists(first), store.exists(second), image.exists()) == (False, True, True)
     with pytest.raises(StoreFull):
         store.put(first, [b"x" * 501])
+
+
+@pytest.mark.parametrize(
+    "expected", [0, 100, LARGE_PAGE_BYTES, 2 * LARGE_PAGE_BYTES + 5, 9 * LARGE_PAGE_BYTES]
+)
+@pytest.mark.parametrize("size", [1, LARGE_PAGE_BYTES - 1, LARGE_PAGE_BYTES, 3 * LARGE_PAGE_BYTES + 4097])
+def test_a_file_in_memory_is_what_was_written_and_takes_no_more_room(
+    memory: Path, size: int, expected: int
+) -> None:
+    """Whatever was expected: large pages are zeros until they are written, and whole."""
+    store, key = FileStore(memory / "store"), new_key("acme")
+    data = random.Random(size).randbytes(size)
+    store.put(key, [data[:4000], [memoryview(data)[4000:]]], size=expected)
+    with store.open(key) as reader:
+        assert reader.read(0, 2 * size) == data
+        assert len(reader) == size
+    taken = 512 * (memory / "store" / "entries" / f"{key}.kv").stat().st_blocks
+    assert taken <= size + 4096, "no page is behind its end"
+
+
+def test_large_pages_are_asked_for_in_memory_alone(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(file, "_collapse", lambda _, size: asked.append(size))
+    monkeypatch.setattr(file, "file_system_of", lambda root: ["tmpfs" if memory in root.parents else "ext4"])
+    for root in (tmp_path, memory):
+        store = FileStore(root / "store")
+        store.put(new_key("acme"), [bytes(LARGE_PAGE_BYTES + 1)], size=LARGE_PAGE_BYTES + 1)
+        store.put(new_key("acme"), [bytes(100)], size=100)
+    assert asked == [LARGE_PAGE_BYTES]
+
+
+def test_what_a_rank_has_written_stays_when_the_draft_gets_large_pages(memory: Path) -> None:
+    store, key, name = FileStore(memory / "store"), new_key("acme"), "0" * 32
+    size = 3 * LARGE_PAGE_BYTES + 100
+    data = random.Random(1).randbytes(size)
+    halves = [range(0, size, 2 * 4096), range(4096, size, 2 * 4096)]
+    for rank in (1, 0):  # the one that asks for them comes last
+        with store.draft(key, name, size=size, rank=rank, ranks=2) as draft:
+            for start in halves[rank]:
+                draft.write_at(start, [data[start : start + 4096]])
+            if draft.finish():
+                draft.place()
+    with store.open(key) as reader:
+        assert reader.read(0, 2 * size) == data

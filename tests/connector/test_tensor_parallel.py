@@ -59,7 +59,12 @@ def test_engines_of_one_and_two_ranks_hand_over_to_one_another(
 ) -> None:
     """There, back, and among themselves; a damaged entry is recomputed by both ranks."""
     store = tmp_path / "store"
-    usual = {"model": str(models / model), "enable_prefix_caching": False, "max_model_len": 512}
+    usual = {
+        "model": str(models / model),
+        "enable_prefix_caching": False,
+        "max_model_len": 512,
+        "resident": 0,  # so that the damage is read
+    }
     with OfflineEngine(store, **usual) as one:
         of_one = leave(one)
     with OfflineEngine(store, tensor_parallel_size=2, **usual) as two:

@@ -8,6 +8,9 @@ import sys
 from multiprocessing.connection import Connection
 from typing import Any
 
+RESIDENT = 256 * 1024 * 1024
+"""Bytes of KV that an engine keeps in memory unless it is told otherwise, as the gateway's engines."""
+
 
 def serve(questions: Connection, log: str, model: str, store: str, given: dict[str, Any]) -> None:
     """Start an engine and answer what comes, until the other end is closed.
@@ -37,7 +40,7 @@ def serve(questions: Connection, log: str, model: str, store: str, given: dict[s
         "kv_connector_module_path": "baton_kv.connector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"store": f"file:{store}"},
+        "kv_connector_extra_config": {"store": f"file:{store}", "resident": given.pop("resident", RESIDENT)},
     }
     usual = {
         "enforce_eager": True,

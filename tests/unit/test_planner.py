@@ -215,6 +215,16 @@ def test_the_handoff_whose_kv_saves_most_time_comes_first() -> None:
     assert planner.saving(engine, large) == 0, "it takes longer to load than to compute"
 
 
+def test_what_was_resident_of_loads_is_counted() -> None:
+    registry = CollectorRegistry()
+    watch = TransferWatch(FakeEngine("a").throughput, TransferMetrics(registry, "a"))
+    load = TransferOutcome("r", "k", Transfer.LOAD, tokens=9, bytes=900, seconds=0.1)
+    watch.transferred([load, replace(load, resident=900), replace(load, resident=300)])
+    counted = registry.get_sample_value("baton_handoff_resident_bytes_total", {"engine": "a"})
+    moved = {"engine": "a", "direction": "load"}
+    assert (counted, registry.get_sample_value("baton_handoff_bytes_total", moved)) == (1200, 2700)
+
+
 def test_moves_are_measured_by_themselves() -> None:
     """They are slower than loads, whose rate decides on other handoffs."""
     engine = FakeEngine("a")

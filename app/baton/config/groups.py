@@ -365,6 +365,12 @@ class HandoffSettings(Frozen):
         description="Verify every chunk of KV before it is used. Off: only an entry's description "
         "and token ids are verified.",
     )
+    resident: ByteSize = Field(
+        ByteSize(256 * MIB),
+        ge=0,
+        description="Bytes of KV that stay in each engine's memory once they were saved or verified there, "
+        "so that later loads are as fast as a copy; tenants share them as they share `budget`. 0: none do.",
+    )
     ttl_s: int = Field(
         3600, ge=1, le=30 * 86400, description="Seconds a handoff lives unless it asks for fewer."
     )

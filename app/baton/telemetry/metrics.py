@@ -574,6 +574,13 @@ class TransferMetrics:
         self._bytes = Counter(
             "baton_handoff_bytes_total", "Bytes of KV moved.", ("engine", "direction"), registry=registry
         )
+        self._resident = Counter(
+            "baton_handoff_resident_bytes_total",
+            "Bytes of loaded KV that the engine had in memory, verified before.",
+            ("engine",),
+            registry=registry,
+        )
+        self._resident.labels(engine)
         self._given_up = Counter(
             "baton_handoff_loads_given_up_total",
             "Loads whose request was aborted before they ended.",
@@ -626,3 +633,4 @@ class TransferMetrics:
             self._errors.labels(self._engine, operation, outcome.failure.value).inc()
         elif outcome.kind is not Transfer.LOOK:
             self._bytes.labels(self._engine, operation).inc(outcome.bytes)
+            self._resident.labels(self._engine).inc(outcome.resident)

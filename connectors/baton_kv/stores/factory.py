@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 from pathlib import Path
 
+from baton_kv.folders import MOUNTS, file_system_of
 from baton_kv.stores.base import Store, StoreError
 from baton_kv.stores.file import FileStore
 
@@ -19,21 +18,9 @@ NETWORK = frozenset(
 """File systems that another machine may keep waiting, as Linux names them."""
 
 
-def network_file_system(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str | None:
-    """Return the type of the network file system that a folder lies on; None: it lies on none.
-
-    Args:
-        mounts: Linux's table of mounts; see proc_pid_mountinfo(5).
-    """
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    device = os.stat(there).st_dev
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    with contextlib.suppress(OSError):  # no Linux
-        for line in mounts.read_text(errors="replace").splitlines():
-            place, _, kind = line.partition(" - ")
-            if place.split(" ")[2:3] == [wanted] and kind.split(" ")[0] in NETWORK:
-                return kind.split(" ")[0]
-    return None
+def network_file_system(folder: Path, mounts: Path = MOUNTS) -> str | None:
+    """Return the type of the network file system that a folder lies on; None: it lies on none."""
+    return next((kind for kind in file_system_of(folder, mounts) if kind in NETWORK), None)
 
 
 def open_store(address: str, *, budget: int | None = None, fsync: bool = False) -> Store:

@@ -124,6 +124,7 @@ def transfer_config(settings: Settings) -> dict[str, Any]:
             "fsync": settings.handoffs.fsync,
             "unproven_devices": settings.handoffs.unproven_devices,
             "verify": settings.handoffs.verify,
+            "resident": int(settings.handoffs.resident),
         },
     }
 
