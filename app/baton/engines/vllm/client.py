@@ -197,6 +197,8 @@ class Call:
         constrained: whether a grammar constrains the answer, e.g. by `response_format` or a named tool.
         audited_tokens: most tokens whose raw log probabilities the engine may be asked for; 0: it has none.
         noting: the audited transfers whose first token's log probabilities the engine was asked for.
+        ended: why each of the answers ended, by its index.
+        cut: whether one of them was cut, by a limit or within what a stop string ended.
     """
 
     context: RequestContext
@@ -213,6 +215,8 @@ class Call:
     constrained: bool = False
     audited_tokens: int = 0
     noting: set[TransferRequest] = field(default_factory=set)
+    ended: dict[int, str] = field(default_factory=dict)
+    cut: bool = False
 
     async def watch(
         self,
@@ -304,6 +308,10 @@ class Call:
             outputs = getattr(output, "outputs", ())
             completions = outputs if isinstance(outputs, list) else ()
             self.context.generated_tokens += sum(len(completion.token_ids) for completion in completions)
+            for completion in completions:
+                if completion.finish_reason is not None:
+                    self.ended[completion.index] = completion.finish_reason
+                    self.cut |= completion.finish_reason != "stop" or isinstance(completion.stop_reason, str)
 
 
 CURRENT_CALL: ContextVar[Call] = ContextVar("baton_current_call")

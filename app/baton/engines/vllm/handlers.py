@@ -54,6 +54,7 @@ from baton.engines.backend import Json, Operation, Reply, StreamReply, WholeRepl
 from baton.engines.transfers import TransferRequest
 from baton.engines.vllm.client import CURRENT_CALL, Call, WatchedClient
 from baton.engines.vllm.errors import UNFORESEEN, from_response, translate
+from baton.engines.vllm.parsers import mend
 from baton.errors import BatonError, GenerationFailed, InvalidRequest
 from baton.telemetry.ids import RequestContext
 
@@ -311,6 +312,7 @@ class Handlers:
         await init_app_state(client, state, namespace, tasks)
         if (messages := getattr(state, "anthropic_serving_messages", None)) is not None:
             messages.messages_full_converter = _with_any_arguments(messages.messages_full_converter)
+        mend(state)
         return cls(state)
 
     def method(self, operation: Operation) -> Method | None:
