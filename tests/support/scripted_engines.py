@@ -5,15 +5,19 @@ Rendering, sampling parameters, the stop of a token, detokenizing, stop strings 
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from itertools import cycle, islice
+from pathlib import Path
 from typing import Any
 
 import httpx
+from transformers import AddedToken, AutoTokenizer
 from vllm.outputs import RequestOutput
 from vllm.renderers import renderer_from_config
 from vllm.v1.core.sched.utils import check_stop
@@ -34,7 +38,7 @@ from baton.telemetry.ids import RequestContext
 from support.gateways import run_fake
 
 LONGEST = 64
-"""Tokens of an answer without a limit."""
+"""Tokens of an answer without a limit, unless more are given."""
 
 
 class ScriptedClient:
@@ -107,7 +111,7 @@ class ScriptedClient:
     def _steps(self, request: Any, said: Sequence[int]) -> list[EngineCoreOutput]:
         """The steps of one answer, which the scheduler's own rule ends."""
         core, steps = Request.from_engine_core_request(request, None), list[EngineCoreOutput]()
-        for number, token in enumerate(islice(cycle(said), LONGEST)):
+        for number, token in enumerate(islice(cycle(said), max(LONGEST, len(said)))):
             if number % self.tokens_a_step == 0:
                 steps.append(EngineCoreOutput(request.request_id, []))
             core.append_output_token_ids(token)
@@ -165,21 +169,38 @@ class ScriptedGateway:
 
     def says(self, text: str) -> None:
         """Give the engine the tokens of its next answer, which it ends."""
-        self.engine.client.said.append([*self.tokens(text), *self.tokens("<|im_end|>")])
+        end: int = self.engine.client.renderer.get_eos_token_id()
+        self.engine.client.said.append([*self.tokens(text), end])
 
     def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
         return self.http.post(path, json={"model": "a"} | body)
 
 
+def speaking(folder: Path, tokens: Sequence[str]) -> Path:
+    """Make a model in a folder, without weights: SmolLM2's description, with further special tokens."""
+    known = Path(ModelStore(load_settings().models_folder).resolve("smollm2"))
+    shutil.copytree(known, folder, ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in tokens])
+    tokenizer.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": len(tokenizer)}))
+    return folder
+
+
 @contextmanager
-def run_scripted(**serving: Any) -> Iterator[ScriptedGateway]:
-    """Run a gateway whose engine has SmolLM2's tokenizer and template.
+def run_scripted(
+    model: Path | None = None, args: dict[str, Any] | None = None, **serving: Any
+) -> Iterator[ScriptedGateway]:
+    """Run a gateway whose engine has SmolLM2's tokenizer and template, or a model's.
 
     Args:
+        model: folder of its description; None: SmolLM2's.
+        args: vLLM's arguments of an engine.
         serving: vLLM's serving options.
     """
-    model = str(ModelStore(load_settings().models_folder).resolve("smollm2"))
-    settings = EngineSettings(name="a", model=model, handoff=True, serving=serving)
-    engine = ScriptedEngine(settings, model, salt=lambda _tenant: None, starts=Starts())
+    folder = str(model or ModelStore(load_settings().models_folder).resolve("smollm2"))
+    settings = EngineSettings(name="a", model=folder, handoff=True, args=args or {}, serving=serving)
+    engine = ScriptedEngine(settings, folder, salt=lambda _tenant: None, starts=Starts())
     with run_fake(engine, handoffs={"auto": "off"}) as running, running.client() as http:
         yield ScriptedGateway(engine, http)

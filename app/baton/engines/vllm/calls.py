@@ -1,7 +1,7 @@
 """Find the calls of tools that a model writes in JSON, in an answer that comes in pieces of any size.
 
-The JSON itself is followed: `</tool_call>` within an argument ends no call, what is cut stays as it was written,
-and the same answer has the same calls however it is cut into pieces.
+The JSON itself is followed: `</tool_call>` within an argument ends no call, what is cut stays as it was
+written, and the same answer has the same calls whatever pieces it comes in.
 """
 
 from __future__ import annotations
@@ -242,9 +242,8 @@ class CallReader:
             self._begin(found)
             return self._end(found)
         match = MEMBER.match(self._rest)
-        if match is None and len(self._rest) <= NAME_CHARS and (begun := UNFINISHED.fullmatch(self._rest)):
-            if self._form.marked or any(key.startswith(begun["key"] or "") for key in KEYS):
-                return False
+        if match is None and self._may_become_a_key():
+            return False
         unknown = match is None or (match[1] not in KEYS and not self._form.marked)
         if match is None or unknown or (match[1] == "name" and self._rest[match.end()] != '"'):
             if not self._begun:
@@ -260,6 +259,12 @@ class CallReader:
             if self._named:
                 self._begin(found)
         return True
+
+    def _may_become_a_key(self) -> bool:
+        begun = UNFINISHED.fullmatch(self._rest) if len(self._rest) <= NAME_CHARS else None
+        if begun is None or self._form.marked:
+            return begun is not None
+        return any(key.startswith(begun["key"] or "") for key in KEYS)
 
     def _member(self, found: list[Piece]) -> bool:
         """Read a value; that of the arguments is passed on as it is written."""

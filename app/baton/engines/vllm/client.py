@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import math
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
@@ -19,15 +21,17 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 import torch
+from pydantic_core import to_json
 
 from baton.engines.backend import ImageInput
+from baton.engines.json_schemas import HELD_ALONE, NEVER_HELD, not_held
 from baton.engines.transfers import TransferChooser, TransferReport, TransferRequest
 from baton.engines.vllm.errors import translate
 from baton.engines.vllm.images import Sent, hashes_of, image_positions, stray_placeholders
 from baton.errors import BatonError, ContextTooLong, GenerationFailed, InvalidRequest, Unprocessable
 from baton.images.image_position import ImagePosition
 from baton.images.placed_image import PlacedImage
-from baton.telemetry.ids import CUT_HEADER, RequestContext
+from baton.telemetry.ids import CUT_HEADER, UNHELD_HEADER, RequestContext
 from baton_kv.contract import transfer_params
 
 if TYPE_CHECKING:
@@ -169,6 +173,8 @@ def likeliest(place: Mapping[int, Logprob], count: int) -> dict[int, float]:
 
 log = structlog.get_logger("baton.engine")
 
+UNHELD = re.compile("|".join(f'"{word}"' for word in sorted({*NEVER_HELD, *HELD_ALONE, "allOf"})))
+"""Found in every grammar that leaves a keyword out."""
 GRAMMARS = ("json", "regex", "choice", "grammar", "structural_tag")
 """What vLLM's `StructuredOutputsParams` may hold to compile."""
 DEAD_END = (
@@ -346,6 +352,8 @@ class WatchedClient:
         call.deltas = sampling_params.output_kind.name == "DELTA"
         call.constrained = sampling_params.structured_outputs is not None
         call.audited_tokens = self._audited_tokens
+        if call.constrained:
+            _note_unheld(call, sampling_params.structured_outputs)
         self._refuse_no_token(call, sampling_params)
         _refuse_latent_placeholders(call, prompt)
         _require_prompt(call, prompt)
@@ -491,6 +499,34 @@ def _require_prompt(call: Call, prompt: Any) -> None:
     if wanted is not None and list(given or ()) != wanted:
         log.error("relay_prompt_not_used")
         raise GenerationFailed()
+
+
+def _note_unheld(call: Call, made: Any) -> None:
+    """Note in the answer's headers which keywords of its schemas the grammar leaves out."""
+    found = set[str]()
+    for kind, text in (("json", made.json), ("structural_tag", made.structural_tag)):
+        given = text if isinstance(text, str) else to_json(text).decode() if text else ""
+        if given and UNHELD.search(given):
+            with contextlib.suppress(ValueError, RecursionError):  # which vLLM refuses
+                schemas = [json.loads(given)] if kind == "json" else _schemas_of(json.loads(given))
+                found |= set[str]().union(*(not_held(schema, alone=kind == "json") for schema in schemas))
+    if found:
+        call.context.answer_headers[UNHELD_HEADER] = ", ".join(sorted(found))
+
+
+def _schemas_of(tag: Any) -> Iterator[Any]:
+    """Yield the schemas in a structural tag."""
+    left = [tag]
+    while left:
+        value = left.pop()
+        if isinstance(value, dict):
+            yield from (value[key] for key in ("json_schema", "schema") if isinstance(value.get(key), dict))
+        inner = value.items() if isinstance(value, dict) else enumerate(value)
+        left += [
+            each
+            for key, each in inner
+            if isinstance(each, dict | list) and key not in ("json_schema", "schema")
+        ]
 
 
 def _note_cut(call: Call, asked: int, prompt: Any, longest: int) -> None:

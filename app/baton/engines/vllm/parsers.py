@@ -1,8 +1,8 @@
 """Read thoughts and calls of tools out of an answer in one way, whether it is sent whole, streamed, or cut.
 
 vLLM reads an answer in one piece by other code than a streamed one. Of a call that was cut the one makes raw
-text, or a call with arguments that nobody wrote, and says `tool_calls`; the other closes what was open. Here an
-answer in one piece is its stream put together, and a call that was cut has the arguments that were written.
+text, or a call with arguments that nobody wrote, and says `tool_calls`; the other closes what was open. Here
+an answer in one piece is its stream put together, and a call that was cut has what was written of it.
 """
 
 from __future__ import annotations
