@@ -204,7 +204,8 @@ class Call:
         audited_tokens: most tokens whose raw log probabilities the engine may be asked for; 0: it has none.
         noting: the audited transfers whose first token's log probabilities the engine was asked for.
         ended: why each of the answers ended, by its index.
-        cut: whether one of them was cut, by a limit or within what a stop string ended.
+        cut: whether one of them was cut, by a limit or by a stop string.
+        unclosed: whether the cut was within a call of a tool.
     """
 
     context: RequestContext
@@ -223,6 +224,7 @@ class Call:
     noting: set[TransferRequest] = field(default_factory=set)
     ended: dict[int, str] = field(default_factory=dict)
     cut: bool = False
+    unclosed: bool = False
 
     async def watch(
         self,

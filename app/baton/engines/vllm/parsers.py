@@ -7,7 +7,8 @@ an answer in one piece is its stream put together, and a call that was cut has w
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from vllm.entrypoints.generate.base.protocol import (
@@ -45,6 +46,8 @@ HANDLERS = (
     "serving_tokenization",
 )
 """vLLM's handlers that have parsers, or a renderer that has one."""
+CALLED, STOPPED = '"finish_reason":"tool_calls"', '"finish_reason":"stop"'
+"""How an event says why an answer ended."""
 UNCLOSED = frozenset({ParserState.TOOL_PREAMBLE, ParserState.TOOL_NAME, ParserState.TOOL_ARGS})
 """States of vLLM's engine of parsers in which a call has begun, and is not complete."""
 
@@ -84,6 +87,11 @@ class WrittenCalls:
     def finish_streaming(self) -> DeltaMessage | None:
         """Read the end of an answer."""
         return self._delta(self._reader.finish(cut=self.cut))
+
+    @property
+    def inside(self) -> bool:
+        """Whether a call has begun that is not complete."""
+        return self._reader.open
 
     def _delta(self, pieces: Sequence[Piece]) -> DeltaMessage | None:
         text = "".join(piece for kind, piece in pieces if kind == "text")
@@ -139,6 +147,9 @@ def mend(state: Any) -> None:
                 setattr(holder, attribute, made.setdefault(parser, mended(parser)))
         if hasattr(serving, "chat_completion_full_generator"):
             serving.chat_completion_full_generator = _telling_cuts(serving.chat_completion_full_generator)
+            serving.chat_completion_stream_generator = _telling_stops(
+                serving.chat_completion_stream_generator
+            )
 
 
 def mended(parser: type[Any]) -> type[Any]:
@@ -224,7 +235,7 @@ class _Unclosed:
     """
 
     def __init__(self, tool_parser: Any) -> None:
-        self._engine: Any = None
+        self._tool_parser, self._engine = tool_parser, None
         self._inside = False
         if isinstance(tool_parser, WrittenCalls):
             tool_parser.cut = True
@@ -239,7 +250,7 @@ class _Unclosed:
         found.extend(states._process_lex_tokens(states._lexer.flush()))
         if states.state not in UNCLOSED:
             return [*found, *self._close()]
-        self._inside, states.state = True, ParserState.CONTENT
+        self._inside, states.state = states.tool_index >= 0, ParserState.CONTENT
         if left := states._args_buffer:
             states._args_buffer = ""
             found.append(SemanticEvent(EventType.ARG_VALUE_CHUNK, value=left, tool_index=states.tool_index))
@@ -247,6 +258,9 @@ class _Unclosed:
 
     def complete(self, delta: DeltaMessage | None) -> DeltaMessage | None:
         """Add the arguments that were written, and not sent: the engine waits for what bears structure."""
+        inside = self._inside or (isinstance(self._tool_parser, WrittenCalls) and self._tool_parser.inside)
+        if inside and (call := CURRENT_CALL.get(None)) is not None:
+            call.unclosed = True
         slots = self._engine._tool_slots if self._inside else ()
         if not slots or not slots[-1].name_sent or self._engine._arg_converter is None:
             return delta
@@ -267,8 +281,25 @@ def _telling_cuts(generate: Callable[..., Awaitable[Any]]) -> Callable[..., Awai
         answer, call = await generate(*args, **kwargs), CURRENT_CALL.get(None)
         for choice in getattr(answer, "choices", ()):
             reason = call.ended.get(choice.index) if call is not None else None
-            if reason not in (None, "stop"):
+            if call is not None and reason is not None and (reason != "stop" or call.unclosed):
                 choice.finish_reason = reason
         return answer
 
     return told
+
+
+def _telling_stops(generate: Callable[..., AsyncGenerator[str, None]]) -> Callable[..., AsyncIterator[str]]:
+    """Have a streamed chat say `stop` where a stop string ended it within a call: vLLM says `tool_calls`."""
+
+    async def told(events: AsyncGenerator[str, None]) -> AsyncIterator[str]:
+        async with aclosing(events):
+            async for event in events:
+                call = CURRENT_CALL.get(None)
+                wrong = call is not None and call.unclosed
+                yield event.replace(CALLED, STOPPED) if wrong else event
+
+    def generated(request: Any, *args: Any, **kwargs: Any) -> AsyncIterator[str]:
+        events = generate(request, *args, **kwargs)
+        return told(events) if request.tools and request.stop else events
+
+    return generated
