@@ -52,13 +52,15 @@ def test_a_fault_is_named_with_its_keyword(schema: dict[str, Any], fault: str) -
 
 def test_what_a_grammar_leaves_out_is_named_and_a_property_of_that_name_is_none() -> None:
     schema = {
+        "type": "object",
         "properties": {
             "not": {"type": "string"},
-            "multipleOf": {"multipleOf": 3},
-            "if": {"allOf": [{}, {"uniqueItems": True}]},
+            "multipleOf": {"type": "number", "multipleOf": 3},
+            "if": {"allOf": [{}, {"type": "array", "uniqueItems": True}]},
+            "enum": {"type": "string", "enum": ["a"], "description": "..."},
         },
         "default": {"not": {}},
     }
     assert not_held(schema, alone=False) == {"multipleOf", "allOf", "uniqueItems"}
     assert not_held(schema, alone=True) == set()
-    assert not_held({"items": {"not": {}, "allOf": [{}]}}, alone=True) == {"not"}
+    assert not_held({"type": "array", "items": {"not": {}}}, alone=True) == {"not"}

@@ -155,23 +155,64 @@ def _resolves(root: Any, ref: str) -> bool:
 
 NEVER_HELD = frozenset({"dependentRequired", "dependentSchemas", "else", "if", "not", "then"})
 """Keywords that xgrammar leaves out."""
-HELD_ALONE = frozenset({"contains", "maxContains", "minContains", "multipleOf", "uniqueItems"})
-"""Keywords that it leaves out too; a schema that is the whole constraint goes to another backend for them."""
+ALONE = ("$ref", "anyOf", "oneOf", "allOf", "enum")
+"""Keywords of which it takes one, and leaves out all others that stand beside it."""
+OF_NUMBERS = frozenset({"exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum", "multipleOf"})
+OF_TEXTS = frozenset({"format", "maxLength", "minLength", "pattern"})
+OF_LISTS = frozenset(
+    {"contains", "items", "maxContains", "maxItems", "minContains", "minItems", "prefixItems", "uniqueItems"}
+)
+OF_OBJECTS = frozenset(
+    {
+        *("additionalProperties", "maxProperties", "minProperties", "patternProperties", "properties"),
+        *("propertyNames", "required", "unevaluatedProperties"),
+    }
+)
+ASSERTIONS = NEVER_HELD | OF_NUMBERS | OF_TEXTS | OF_LISTS | OF_OBJECTS | {"type", *ALONE}
+"""Keywords that ask for something."""
 
 
 def not_held(root: Any, *, alone: bool) -> set[str]:
     """Return the keywords of a schema that a grammar made of it leaves out.
 
     Args:
-        alone: whether the schema is the whole constraint, not one of a tool's.
+        alone: whether the schema is the whole constraint, not one of a tool's: vLLM looks for some keywords
+            then, and gives a schema that has one to another compiler, which holds them all.
     """
-    found = set[str]()
+    found, elsewhere = set[str](), set[str]()
     for place in places(root):
         if isinstance(place.schema, dict):
-            keys = place.schema.keys()
-            found |= keys & NEVER_HELD
-            if not alone:
-                found |= keys & HELD_ALONE
-                several = place.schema.get("allOf")
-                found |= {"allOf"} if isinstance(several, list) and len(several) > 1 else set()
+            found |= _left_out(place.schema)
+            elsewhere |= _looked_for(place.schema)
+    return (set() if elsewhere else found) if alone else found | elsewhere
+
+
+def _left_out(schema: dict[str, Any]) -> set[str]:
+    keys = schema.keys() & ASSERTIONS
+    for keyword in ALONE:
+        if keyword in schema:
+            # Whoever lists values names their type too.
+            return set(keys - {keyword} - ({"type"} if keyword == "enum" else set()))
+    found = keys & NEVER_HELD
+    if "type" not in schema:
+        found |= keys & (OF_NUMBERS | OF_TEXTS)
+        found |= keys & {"required"} if keys & OF_OBJECTS == {"required"} else set()
     return found
+
+
+def _looked_for(schema: dict[str, Any]) -> set[str]:
+    """Return the keywords for which vLLM has another compiler take a schema that stands alone."""
+    given = schema.get("type")
+    types = set(given) if isinstance(given, list) else {given}
+    found = set[str]()
+    if "number" in types:
+        found |= schema.keys() & {"multipleOf"}
+    if "array" in types:
+        found |= schema.keys() & {"contains", "maxContains", "minContains"}
+        found |= {"uniqueItems"} if schema.get("uniqueItems") else set()
+    if "string" in types and schema.keys() & {"format", "pattern"}:
+        found |= schema.keys() & {"maxLength", "minLength"}
+    if "object" in types and schema.keys() & {"properties", "patternProperties"}:
+        found |= schema.keys() & {"propertyNames"}
+    several = schema.get("allOf")
+    return found | ({"allOf"} if isinstance(several, list) and len(several) > 1 else set())

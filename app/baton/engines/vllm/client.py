@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import json
 import math
-import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
@@ -24,7 +23,7 @@ import torch
 from pydantic_core import to_json
 
 from baton.engines.backend import ImageInput
-from baton.engines.json_schemas import HELD_ALONE, NEVER_HELD, not_held
+from baton.engines.json_schemas import not_held
 from baton.engines.transfers import TransferChooser, TransferReport, TransferRequest
 from baton.engines.vllm.errors import translate
 from baton.engines.vllm.images import Sent, hashes_of, image_positions, stray_placeholders
@@ -173,8 +172,6 @@ def likeliest(place: Mapping[int, Logprob], count: int) -> dict[int, float]:
 
 log = structlog.get_logger("baton.engine")
 
-UNHELD = re.compile("|".join(f'"{word}"' for word in sorted({*NEVER_HELD, *HELD_ALONE, "allOf"})))
-"""Found in every grammar that leaves a keyword out."""
 GRAMMARS = ("json", "regex", "choice", "grammar", "structural_tag")
 """What vLLM's `StructuredOutputsParams` may hold to compile."""
 DEAD_END = (
@@ -508,7 +505,7 @@ def _note_unheld(call: Call, made: Any) -> None:
     found = set[str]()
     for kind, text in (("json", made.json), ("structural_tag", made.structural_tag)):
         given = text if isinstance(text, str) else to_json(text).decode() if text else ""
-        if given and UNHELD.search(given):
+        if given:
             with contextlib.suppress(ValueError, RecursionError):  # which vLLM refuses
                 schemas = [json.loads(given)] if kind == "json" else _schemas_of(json.loads(given))
                 found |= set[str]().union(*(not_held(schema, alone=kind == "json") for schema in schemas))
