@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
-from support.scripted_engines import ScriptedGateway, run_scripted, speaking  # after the skip
+from support.scripted_engines import (  # after the skip
+    ScriptedGateway,
+    run_scripted,
+    speaking,
+    speaking_harmony,
+)
 from vllm.tool_parsers import ToolParserManager  # after the skip
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
@@ -135,6 +142,13 @@ def mistral_v11(calls: list[Call]) -> str:
     return "".join(f"[TOOL_CALLS]{name}[ARGS]{as_json(given)}" for name, given in calls)
 
 
+def harmony(calls: list[Call]) -> str:
+    return "".join(
+        f"<|end|><|start|>assistant<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{as_json(given)}"
+        for name, given in calls
+    )
+
+
 THINK = ("<think>\n", "\n</think>\n\n")
 THINK_TOKENS = ("<think>", "</think>")
 TAGS = ("<tool_call>", "</tool_call>")
@@ -145,6 +159,13 @@ DEEPSEEK_TOKENS = (
 )
 GEMMA_TOKENS = ("<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>", "<|turn>", "<turn|>")
 FAMILIES = {
+    "gpt-oss": Family(
+        (),
+        {"tool_call_parser": "openai", "reasoning_parser": "openai_gptoss"},
+        harmony,
+        ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>"),
+        marks=("<|", "functions."),
+    ),
     "SmolLM2, Qwen 2.5": Family((), {"tool_call_parser": "hermes"}, hermes),
     "Qwen3": Family(
         (*THINK_TOKENS, *TAGS), {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}, hermes, THINK
@@ -203,7 +224,15 @@ def family(request: pytest.FixtureRequest) -> Family:
 
 @pytest.fixture(scope="module")
 def gateway(family: Family, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedGateway]:
-    with run_scripted(speaking(tmp_path_factory.mktemp("model"), family.tokens), **family.serving) as running:
+    folder, encode = tmp_path_factory.mktemp("model"), None
+    if family is FAMILIES["gpt-oss"]:
+        vocabulary = Path(os.environ.get("TIKTOKEN_ENCODINGS_BASE", "."), "o200k_base.tiktoken")
+        if not vocabulary.is_file():
+            pytest.skip("TIKTOKEN_ENCODINGS_BASE names no folder with gpt-oss's vocabulary")
+        encode = speaking_harmony(folder, vocabulary)
+    else:
+        speaking(folder, family.tokens)
+    with run_scripted(folder, encode=encode, **family.serving) as running:
         yield running
 
 

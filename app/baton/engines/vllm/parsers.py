@@ -23,6 +23,7 @@ from vllm.parser.abstract_parser import DelegatingParser
 from vllm.parser.engine.adapters import ParserEngineToolAdapter
 from vllm.parser.engine.events import EventType, SemanticEvent
 from vllm.parser.engine.parser_engine_config import ParserState
+from vllm.parser.harmony import HarmonyParser, Segment
 from vllm.renderers.chat_utils import make_tool_call_id
 from vllm.tool_parsers.deepseekv3_tool_parser import DeepSeekV3ToolParser
 from vllm.tool_parsers.deepseekv31_tool_parser import DeepSeekV31ToolParser
@@ -157,6 +158,8 @@ def mended(parser: type[Any]) -> type[Any]:
 
     One that vLLM has for a single family, with code of its own for whole answers, stays as it is.
     """
+    if parser is HarmonyParser:
+        return _Harmony
     if parser.parse is not DelegatingParser.parse or parser.parse_delta is not DelegatingParser.parse_delta:
         return parser
 
@@ -179,8 +182,7 @@ def mended(parser: type[Any]) -> type[Any]:
                     model_output, request, enable_auto_tools, model_output_token_ids
                 )
             ids, prompt = list(model_output_token_ids), getattr(self, "_prompt", [])
-            delta = self.parse_delta(model_output, ids, request, prompt, finished=True) or DeltaMessage()
-            return delta.reasoning, delta.content, _whole_calls(delta.tool_calls) or None
+            return _whole(self.parse_delta(model_output, ids, request, prompt, finished=True))
 
         def parse_delta(
             self,
@@ -217,14 +219,34 @@ def _was_cut() -> bool:
     return call is not None and call.cut
 
 
-def _whole_calls(parts: Sequence[DeltaToolCall]) -> list[FunctionCall]:
-    """Put the calls of a stream together."""
+def _whole(delta: DeltaMessage | None) -> tuple[str | None, str | None, list[FunctionCall] | None]:
+    """Return thoughts, text and calls of a stream that came in one piece."""
+    delta = delta or DeltaMessage()
     found: dict[int, FunctionCall] = {}
-    for part in parts:
+    for part in delta.tool_calls:
         function = part.function or DeltaFunctionCall()
         call = found.setdefault(part.index, FunctionCall(id=part.id, name=function.name or "", arguments=""))
         call.arguments += function.arguments or ""
-    return list(found.values())
+    return delta.reasoning, delta.content, list(found.values()) or None
+
+
+class _Harmony(HarmonyParser):
+    """gpt-oss's parser, whose whole answers are read as streams, and which leaves out a header that was cut."""
+
+    def parse(
+        self,
+        model_output: str,
+        request: Any,
+        enable_auto_tools: bool = False,
+        model_output_token_ids: Sequence[int] = (),
+    ) -> tuple[str | None, str | None, list[FunctionCall] | None]:
+        ids = list(model_output_token_ids)
+        return _whole(self.parse_delta(model_output, ids, request, finished=True))
+
+    def flush(self) -> list[Segment]:
+        segments = super().flush()
+        raw = any(segment.delta for segment in segments)  # where it does not know what the tokens are
+        return [] if raw and _was_cut() else segments
 
 
 class _Unclosed:
