@@ -22,6 +22,9 @@ from support.scripted_engines import (  # after the skip
 )
 from vllm.tool_parsers import ToolParserManager  # after the skip
 
+from baton.models.catalog import SMOLLM2_TEMPLATE
+from baton_client import Baton
+
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 ROUTES = (CHAT, MESSAGES, RESPONSES)
 ASKED = [{"role": "user", "content": "Look."}]
@@ -429,6 +432,55 @@ def test_the_mark_that_ends_a_call_may_stand_in_an_argument(family: Family, gate
         for stream in (False, True):
             gateway.says(family.text(calls))
             require_said(ask(gateway, route, stream=stream), family, calls)
+
+
+@pytest.mark.fault("E21")
+@pytest.mark.parametrize("family", ["SmolLM2, Qwen 2.5", "Qwen3 Coder"], indirect=True)
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_stop_string_within_a_call_ends_no_call(
+    gateway: ScriptedGateway, family: Family, *, stream: bool
+) -> None:
+    calls: list[Call] = [("look", {"text": "one END two"})]
+    gateway.says(family.text(calls))
+    read = ask(gateway, CHAT, stream=stream, stop=["END"])
+    assert read.ended == "stop"
+    assert read.calls == [("look", '{"text": "one ')]
+    gateway.says(family.text(calls))
+    require_said(ask(gateway, CHAT, stream=stream, stop=["OVER"]), family, calls)
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Iterator[ScriptedGateway]:
+    """The embedded model as it is served, but for its weights."""
+    with run_scripted(chat_template=SMOLLM2_TEMPLATE) as running:
+        yield running
+
+
+def test_a_tool_s_result_continues_a_handoff_as_the_whole_conversation_reads(
+    smollm2: ScriptedGateway,
+) -> None:
+    more = {"tools": tools(CHAT), "max_tokens": 200}
+    with (
+        Baton(str(smollm2.http.base_url).rstrip("/")) as baton,
+        baton.conversation("a", system="Be brief.") as talk,
+    ):
+        smollm2.says(f"{SAID}{hermes(CALLS)}")
+        asked = talk.say("Look.", **more)
+        assert [call["function"]["name"] for call in asked.calls] == ["look", "find_it"]
+        smollm2.says("Rain.")
+        results = {call["id"]: f"result {at}" for at, call in enumerate(asked.calls)}
+        told = talk.give(results, **more)
+        assert (told.text, told.calls) == ("Rain.", ())
+        assert told.source is not None
+    continued = smollm2.engine.text(smollm2.engine.client.prompts[-1])
+    said = [{"role": "system", "content": "Be brief."}, *ASKED, asked.body["choices"][0]["message"]]
+    whole = [*said, *({"role": "tool", "tool_call_id": at, "content": text} for at, text in results.items())]
+    smollm2.says("Rain.")
+    assert smollm2.post(CHAT, more | {"messages": whole}).status_code == 200
+    plain_prompt = smollm2.engine.text(smollm2.engine.client.prompts[-1])
+    for part in ("result 0", "result 1", "Be brief.", '"find_it"'):
+        assert continued.count(part) == plain_prompt.count(part), part
+    assert continued.partition("result 0")[2] == plain_prompt.partition("result 0")[2]
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])

@@ -231,7 +231,7 @@ def _whole(delta: DeltaMessage | None) -> tuple[str | None, str | None, list[Fun
 
 
 class _Harmony(HarmonyParser):
-    """gpt-oss's parser, whose whole answers are read as streams, and which leaves out a header that was cut."""
+    """gpt-oss's parser that reads whole answers as streams, and leaves out a header that was cut."""
 
     def parse(
         self,
