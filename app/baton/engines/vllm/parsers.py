@@ -81,7 +81,7 @@ class WrittenCalls:
         request: Any,
     ) -> DeltaMessage | None:
         """Read the next piece of an answer."""
-        if request.tool_choice == "none":
+        if request.tool_choice == "none" or not request.tools:
             return DeltaMessage(content=delta_text) if delta_text else None
         return self._delta(self._reader.feed(delta_text))
 
@@ -219,6 +219,11 @@ def _was_cut() -> bool:
     return call is not None and call.cut
 
 
+def _is_unclosed() -> bool:
+    call = CURRENT_CALL.get(None)
+    return call is not None and call.unclosed
+
+
 def _whole(delta: DeltaMessage | None) -> tuple[str | None, str | None, list[FunctionCall] | None]:
     """Return thoughts, text and calls of a stream that came in one piece."""
     delta = delta or DeltaMessage()
@@ -272,7 +277,8 @@ class _Unclosed:
         found.extend(states._process_lex_tokens(states._lexer.flush()))
         if states.state not in UNCLOSED:
             return [*found, *self._close()]
-        self._inside, states.state = states.tool_index >= 0, ParserState.CONTENT
+        between = states.config.tool_call_body_array and not states._array_in_element
+        self._inside, states.state = states.tool_index >= 0 and not between, ParserState.CONTENT
         if left := states._args_buffer:
             states._args_buffer = ""
             found.append(SemanticEvent(EventType.ARG_VALUE_CHUNK, value=left, tool_index=states.tool_index))
@@ -302,8 +308,8 @@ def _telling_cuts(generate: Callable[..., Awaitable[Any]]) -> Callable[..., Awai
     async def told(*args: Any, **kwargs: Any) -> Any:
         answer, call = await generate(*args, **kwargs), CURRENT_CALL.get(None)
         for choice in getattr(answer, "choices", ()):
-            reason = call.ended.get(choice.index) if call is not None else None
-            if call is not None and reason is not None and (reason != "stop" or call.unclosed):
+            reason = call.ended.get(choice.index, "stop") if call is not None else "stop"
+            if choice.finish_reason == "tool_calls" and (reason != "stop" or _is_unclosed()):
                 choice.finish_reason = reason
         return answer
 
@@ -316,9 +322,7 @@ def _telling_stops(generate: Callable[..., AsyncGenerator[str, None]]) -> Callab
     async def told(events: AsyncGenerator[str, None]) -> AsyncIterator[str]:
         async with aclosing(events):
             async for event in events:
-                call = CURRENT_CALL.get(None)
-                wrong = call is not None and call.unclosed
-                yield event.replace(CALLED, STOPPED) if wrong else event
+                yield event.replace(CALLED, STOPPED) if _is_unclosed() else event
 
     def generated(request: Any, *args: Any, **kwargs: Any) -> AsyncIterator[str]:
         events = generate(request, *args, **kwargs)
