@@ -116,6 +116,8 @@ def test_a_cut_keeps_whole_calls_and_what_was_written_of_the_last(form: str) -> 
         (TAGGED, '<tool_call>{"name": 7, "arguments": {}}', '<tool_call>{"name": 7, "arguments": {}}', []),
         (TAGGED, '<tool_call>{"name": "look"', '<tool_call>{"name": "look"', []),
         (TAGGED, "write `<tool_call>` and <b> <", "write `<tool_call>` and <b> <", []),
+        (TAGGED, '<tool_call>{"name": "l", "arguments": 1, "arguments": 2}</tool_call>', "", [("l", "1")]),
+        (TAGGED, '<tool_call>{"name": "\\ud800"}', '<tool_call>{"name": "\\ud800"}', []),
         (LLAMA, '{"name": "Bob", "age": 3}', '{"name": "Bob", "age": 3}', []),
         (LLAMA, '{"a": 1} {}{{ {"', '{"a": 1} {}{{ {"', []),
         (LLAMA, '<|python_tag|>{"name": "look", "parameters": {}}', "", [("look", "{}")]),

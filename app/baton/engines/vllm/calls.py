@@ -251,7 +251,8 @@ class CallReader:
             self._forget()  # what follows is no JSON
             self._step = self._skipping
             return True
-        self._key = match[1]
+        again = match[1] in ARGUMENTS and self._argued
+        self._key = "" if again else match[1]
         self._take(match.end())
         self._value, self._step = JsonValue(), self._member
         if self._key in ARGUMENTS:
@@ -282,6 +283,7 @@ class CallReader:
         if self._key == "name" and not self._named:
             try:
                 self._name = str(json.loads(self._name, strict=False))
+                self._name.encode()  # half a pair of surrogates is no text
             except ValueError:
                 return self._no_call(found)
             if not self._name:

@@ -443,6 +443,9 @@ class Handlers:
         if operation is Operation.RESPONSES:
             body = in_one_part(body)
         require_searchable(body)
+        return self._read(operation, body)
+
+    def _read(self, operation: Operation, body: dict[str, Any]) -> Any:
         return self._parsers[operation].validate_python(readable_calls(body))
 
     async def render(self, body: dict[str, Any]) -> str:
@@ -450,7 +453,7 @@ class Handlers:
 
         Raises what vLLM raises: anything.
         """
-        request = self.parse(Operation.CHAT, body)
+        request = self._read(Operation.CHAT, only_allowed_tools(body))
         online = self._state.serving_tokenization.online_renderer
         unused = request.tool_choice == "none" and online.exclude_tools_when_tool_choice_none
         tools = [tool.model_dump() for tool in request.tools] if request.tools and not unused else None
