@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from typing import Any
 
 import httpx
 import pytest
 from support.gateways import FakeGateway
 
 from baton.errors import GenerationFailed
-from baton_client import Baton, ConnectionLost, ServerFailed
+from baton_client import Answer, Baton, ConnectionLost, ServerFailed
 
 
 def ids(baton: Baton) -> set[str]:
@@ -49,6 +51,29 @@ def test_a_turn_sends_the_new_message_and_starts_from_the_turn_before(
     assert b'"11"' not in sent[1]
     prompt = gateway.engine("a").bodies[-1]["prompt"]
     assert prompt[: second.source.tokens] == gateway.engine("a").transfers[-1].prompt[: second.source.tokens]
+
+
+def test_the_results_of_tools_are_sent_by_the_ids_of_their_calls(gateway: FakeGateway, baton: Baton) -> None:
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+    sent: list[dict[str, Any]] = []
+    http = baton._driver._http
+    http.event_hooks = {"request": [lambda request: sent.append(json.loads(request.content or b"{}"))]}
+    with baton.conversation("a") as talk:
+        asked = talk.say("11", max_tokens=1)
+        assert asked.calls == ()
+        found = talk.give({"c1": "rain", "c2": [{"type": "text", "text": "7"}]}, tools=tools, max_tokens=1)
+        assert found.source is not None
+        assert found.source.id == asked.handoff.id  # type: ignore[union-attr]  # it was saved
+        with pytest.raises(ValueError, match="result of each call"):
+            talk.give({})
+    assert sent[1]["messages"] == [
+        {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+        {"role": "tool", "tool_call_id": "c2", "content": [{"type": "text", "text": "7"}]},
+    ]
+    assert sent[1]["tools"] == tools
+    calls = [{"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}]
+    answer = Answer.of({"choices": [{"message": {"content": None, "tool_calls": calls}}]})
+    assert (answer.text, answer.calls) == ("", calls)
 
 
 def test_leaving_deletes_what_it_saved_and_not_what_it_was_given(baton: Baton) -> None:

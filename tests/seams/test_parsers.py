@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 
 pytest.importorskip("vllm")
 
@@ -20,6 +21,8 @@ from baton.config.settings import load_settings  # after the skip
 from baton.engines.backend import Operation  # after the skip
 from baton.engines.vllm import arguments, handlers  # after the skip
 from baton.engines.vllm.client import CURRENT_CALL, Call  # after the skip
+from baton.engines.vllm.engine import VllmEngine  # after the skip
+from baton.engines.vllm.engine_thread import Starts  # after the skip
 from baton.errors import InvalidRequest
 from baton.models.catalog import SMOLLM2_TEMPLATE
 from baton.models.parsers import CALLS, THOUGHTS, Family
@@ -109,6 +112,19 @@ def test_the_choice_reaches_vllm_and_off_keeps_it_out(folder: str) -> None:
     assert namespace(tool_call_parser="off") == (None, False)
     assert namespace(tool_call_parser="xlam") == ("xlam", True)
     assert namespace(enable_auto_tool_choice=False) == ("hermes", False)
+
+
+@pytest.mark.fault("E22")
+def test_a_parser_whose_template_writes_no_tools_is_told_at_the_start(folder: str) -> None:
+    def told(**serving: Any) -> list[Any]:
+        settings = EngineSettings(name="a", model=folder, serving=serving)
+        with structlog.testing.capture_logs() as lines:
+            VllmEngine(settings, folder, salt=lambda _tenant: None, starts=Starts())
+        return [line["reason"] for line in lines if line["log_level"] == "warning"]
+
+    (reason,) = told(tool_call_parser="hermes")
+    assert "writes no tools" in reason
+    assert told() == told(tool_call_parser="hermes", chat_template=SMOLLM2_TEMPLATE) == []
 
 
 def test_the_reasoning_parser_that_is_chosen_is_the_engine_s(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ pytest.importorskip("vllm")
 import vllm  # after the skip
 from openai.types.responses.tool import Tool  # after the skip
 from support.vllm_handlers import UnaskedEngine, handlers_on  # after the skip
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest  # after the skip
 
 from baton.config.groups import EngineSettings  # after the skip
 from baton.config.settings import load_settings  # after the skip
@@ -30,6 +31,7 @@ from baton.telemetry.ids import RequestContext  # after the skip
 FUNCTION = {"name": "look", "description": "Looks at it.", "parameters": {"type": "object"}}
 ASKED: dict[Operation, dict[str, Any]] = {
     Operation.CHAT: {"messages": [{"role": "user", "content": "x"}]},
+    Operation.COMPLETIONS: {"prompt": "x"},
     Operation.MESSAGES: {"messages": [{"role": "user", "content": "x"}], "max_tokens": 8},
     Operation.COUNT_TOKENS: {"messages": [{"role": "user", "content": "x"}]},
     Operation.RESPONSES: {"input": "x"},
@@ -39,6 +41,11 @@ TOOLS: dict[Operation, dict[str, Any]] = {
     Operation.MESSAGES: {"name": "look", "input_schema": {"type": "object"}},
     Operation.COUNT_TOKENS: {"name": "look", "input_schema": {"type": "object"}},
     Operation.RESPONSES: {"type": "function", **FUNCTION},
+}
+NAMED: dict[Operation, dict[str, Any]] = {
+    Operation.CHAT: {"type": "function", "function": {"name": "look"}},
+    Operation.MESSAGES: {"type": "tool", "name": "look"},
+    Operation.RESPONSES: {"type": "function", "name": "look"},
 }
 
 
@@ -51,7 +58,8 @@ class Gateway:
         settings = EngineSettings(
             name="m", model=str(model), serving={"chat_template": str(template)} | serving
         )
-        self._handlers = runner.run(handlers_on(UnaskedEngine(settings), settings))
+        self.engine = UnaskedEngine(settings)
+        self._handlers = runner.run(handlers_on(self.engine, settings))
 
     def ask(self, operation: Operation, **body: Any) -> Any:
         """The answer, or the error that a client gets; one that reached the engine says 'enough'."""
@@ -107,6 +115,154 @@ def test_tools_without_a_parser_are_a_400_that_names_the_setting(
     assert "`engines.serving.tool_call_parser`" in error.message
     assert "--" not in error.message
     assert calling.ask(operation, tools=[TOOLS[operation]], **choice).message == "enough"
+
+
+@pytest.mark.parametrize(
+    "choice", [{}, {"tool_choice": {"type": "any"}}, {"tool_choice": NAMED[Operation.MESSAGES]}]
+)
+def test_messages_with_tools_and_no_parser_are_a_400_too(silent: Gateway, choice: dict[str, Any]) -> None:
+    error = silent.ask(Operation.MESSAGES, tools=[TOOLS[Operation.MESSAGES]], **choice)
+    assert (type(error), error.param) == (InvalidRequest, "tools")
+    assert "`engines.serving.tool_call_parser`" in error.message
+    none = silent.ask(Operation.MESSAGES, tools=[TOOLS[Operation.MESSAGES]], tool_choice={"type": "none"})
+    assert none.message == "enough"
+
+
+@pytest.mark.fault("E22")
+@pytest.mark.parametrize("operation", [Operation.CHAT, Operation.RESPONSES, Operation.MESSAGES])
+def test_a_named_tool_without_a_parser_is_a_400(silent: Gateway, operation: Operation) -> None:
+    error = silent.ask(operation, tools=[TOOLS[operation]], tool_choice=NAMED[operation])
+    assert (type(error), error.param) == (InvalidRequest, "tools")
+
+
+@pytest.mark.fault("E22")
+def test_functions_of_old_are_a_400(calling: Gateway) -> None:
+    error = calling.ask(Operation.CHAT, functions=[FUNCTION])
+    assert (type(error), error.param) == (InvalidRequest, "functions")
+
+
+@pytest.mark.fault("E22")
+@pytest.mark.parametrize("tools", [{}, {"tools": []}, {"tools": [TOOLS[Operation.RESPONSES]]}], ids=str)
+def test_a_choice_of_a_tool_that_a_host_runs_is_a_400_with_any_tools(
+    silent: Gateway, calling: Gateway, tools: dict[str, Any]
+) -> None:
+    for gateway in (silent, calling):
+        error = gateway.ask(Operation.RESPONSES, tool_choice={"type": "web_search_preview"}, **tools)
+        assert (type(error), error.param) == (InvalidRequest, "tool_choice")
+
+
+def allowed(operation: Operation, mode: str, *names: str) -> dict[str, Any]:
+    """A choice of some of the tools, in the shape of a chat or of a response."""
+    if operation is Operation.RESPONSES:
+        refs: list[dict[str, Any]] = [{"type": "function", "name": name} for name in names]
+        return {"type": "allowed_tools", "mode": mode, "tools": refs}
+    refs = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": refs}}
+
+
+@pytest.mark.fault("E22")
+@pytest.mark.parametrize("operation", [Operation.CHAT, Operation.RESPONSES])
+def test_allowed_tools_are_the_only_ones_that_the_model_sees(calling: Gateway, operation: Operation) -> None:
+    other = {"name": "other", "parameters": {"type": "object"}}
+    wrapped = (
+        {"type": "function", "function": other}
+        if operation is Operation.CHAT
+        else {"type": "function"} | other
+    )
+    tools = [TOOLS[operation], wrapped]
+    for mode, forced in (("auto", False), ("required", True)):
+        calling.engine.prompts.clear()
+        calling.engine.grammars.clear()
+        choice = allowed(operation, mode, "look")
+        assert calling.ask(operation, tools=tools, tool_choice=choice).message == "enough"
+        prompt = calling.engine.renderer.tokenizer.decode(calling.engine.prompts[0]["prompt_token_ids"])
+        assert "look" in prompt
+        assert "other" not in prompt
+        assert (calling.engine.grammars[0] is not None) is forced
+    for choice, param in (
+        (allowed(operation, "auto", "look", "nobody"), "tool_choice.tools"),
+        (allowed(operation, "auto"), "tool_choice.tools"),
+        (allowed(operation, "perhaps", "look"), "tool_choice.mode"),
+    ):
+        error = calling.ask(operation, tools=tools, tool_choice=choice)
+        assert (type(error), error.param) == (InvalidRequest, param)
+
+
+@pytest.mark.fault("E22")
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        {"stop": ["x"]},
+        {"logit_bias": {"5": 1.0}},
+        {"bad_words": ["x"]},
+        {"allowed_token_ids": [5]},
+        {"min_tokens": 2},
+        {"stop_token_ids": [5]},
+        {"presence_penalty": 0.5},
+        {"repetition_penalty": 1.5},
+        {"structured_outputs": {"regex": "a+"}},
+        {"response_format": {"type": "json_object"}},
+        {"tools": [TOOLS[Operation.CHAT]]},
+        {"tools": [TOOLS[Operation.CHAT]], "tool_choice": "required"},
+    ],
+    ids=lambda constraint: next(iter(constraint)),
+)
+def test_what_a_beam_search_would_leave_out_is_a_400(calling: Gateway, constraint: dict[str, Any]) -> None:
+    beams = {"use_beam_search": True, "n": 2, "max_tokens": 4}
+    error = calling.ask(Operation.CHAT, **beams, **constraint)
+    assert (type(error), error.param) == (InvalidRequest, next(iter(constraint)))
+    if "tools" not in constraint:
+        error = calling.ask(Operation.COMPLETIONS, **beams, **constraint)
+        assert (type(error), error.param) == (InvalidRequest, next(iter(constraint)))
+    neutral = {"stop": [], "repetition_penalty": 1.0, "response_format": {"type": "text"}, "min_tokens": 0}
+    assert calling.ask(Operation.CHAT, **beams, **neutral).message == "enough"
+
+
+def test_vllm_leaves_constraints_out_of_a_beam_search_still() -> None:
+    """When this fails, vLLM's beam search may hold some constraints: `handlers.UNSEARCHED` can be smaller."""
+    request = ChatCompletionRequest(
+        messages=[{"role": "user", "content": "x"}],
+        use_beam_search=True,
+        n=2,
+        structured_outputs={"regex": "a+"},
+        stop=["x"],
+    )
+    params = request.to_beam_search_params(4, {})
+    assert params.structured_outputs is None
+    assert not hasattr(params, "stop")
+
+
+ANSWERS = [
+    ([], ""),
+    ([{"type": "refusal", "refusal": "I will not."}], "I will not."),
+    (
+        [
+            {"type": "output_text", "text": "One. ", "annotations": []},
+            {"type": "output_text", "text": "Two."},
+        ],
+        "One. Two.",
+    ),
+    ([{"type": "output_text", "text": "Then "}, {"type": "refusal", "refusal": "no."}], "Then no."),
+    ("", ""),
+    ("Yes.", "Yes."),
+]
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["item", "message"])
+@pytest.mark.parametrize(("content", "text"), ANSWERS, ids=str)
+def test_a_past_answer_is_taken_with_any_content(
+    calling: Gateway, content: Any, text: str, *, whole: bool
+) -> None:
+    item = {"type": "message", "id": "msg_1", "status": "completed"} if whole else {}
+    history = [
+        {"role": "user", "content": "<a>"},
+        item | {"role": "assistant", "content": content},
+        {"role": "user", "content": "<b>"},
+    ]
+    calling.engine.prompts.clear()
+    assert calling.ask(Operation.RESPONSES, input=history).message == "enough"
+    prompt = calling.engine.renderer.tokenizer.decode(calling.engine.prompts[0]["prompt_token_ids"])
+    assert prompt == f"<a>{text}<b>"
 
 
 def test_tools_that_may_not_be_called_need_no_parser(silent: Gateway) -> None:
@@ -176,7 +332,14 @@ def test_no_message_for_clients_names_a_flag_that_baton_lacks() -> None:
     folder = Path(vllm.__file__).parent
     texts = [
         text
-        for part in ("entrypoints/openai", "entrypoints/anthropic", "entrypoints/pooling", "renderers")
+        for part in (
+            "entrypoints",
+            "parser",
+            "renderers",
+            "tool_parsers",
+            "reasoning",
+            "v1/structured_output",
+        )
         for file in (folder / part).rglob("*.py")
         for text in re.findall(r'"[^"\n]*--[a-z][^"\n]*"', file.read_text())
     ]

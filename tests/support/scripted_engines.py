@@ -5,15 +5,24 @@ Rendering, sampling parameters, the stop of a token, detokenizing, stop strings 
 
 from __future__ import annotations
 
+import base64
+import json
+import shutil
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from itertools import cycle, islice
+from pathlib import Path
 from typing import Any
 
 import httpx
+from openai_harmony import load_harmony_encoding
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel
+from tokenizers.models import WordLevel
+from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerFast
 from vllm.outputs import RequestOutput
 from vllm.renderers import renderer_from_config
 from vllm.v1.core.sched.utils import check_stop
@@ -36,8 +45,25 @@ from support.gateways import run_fake
 
 BLOCK = 16
 """Tokens of a block of the prefix cache."""
+TINY_GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "vocab_size": 201_088,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "head_dim": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "num_hidden_layers": 2,
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+    "layer_types": ["full_attention", "full_attention"],
+    "max_position_embeddings": 4096,
+    "eos_token_id": 200_002,
+    "torch_dtype": "bfloat16",
+}
 LONGEST = 64
-"""Tokens of an answer without a limit."""
+"""Tokens of an answer without a limit, unless more are given."""
 
 
 class ScriptedClient:
@@ -137,7 +163,7 @@ class ScriptedClient:
     def _steps(self, request: Any, said: Sequence[int]) -> list[EngineCoreOutput]:
         """The steps of one answer, which the scheduler's own rule ends."""
         core, steps = Request.from_engine_core_request(request, None), list[EngineCoreOutput]()
-        for number, token in enumerate(islice(cycle(said), self.longest)):
+        for number, token in enumerate(islice(cycle(said), max(self.longest, len(said)))):
             if number % self.tokens_a_step == 0:
                 steps.append(EngineCoreOutput(request.request_id, []))
             core.append_output_token_ids(token)
@@ -189,34 +215,82 @@ class ScriptedGateway:
     engine: ScriptedEngine
     http: httpx.Client
     url: str
+    encode: Callable[[str], list[int]] | None = None
 
     def tokens(self, text: str) -> list[int]:
+        if self.encode is not None:
+            return self.encode(text)
         found: list[int] = self.engine.client.renderer.tokenizer.encode(text, add_special_tokens=False)
         return found
 
     def says(self, text: str) -> None:
         """Give the engine the tokens of its next answer, which it ends."""
-        self.engine.client.said.append([*self.tokens(text), *self.tokens("<|im_end|>")])
+        end: int = self.engine.client.renderer.get_eos_token_id()
+        self.engine.client.said.append([*self.tokens(text), end])
 
     def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
         return self.http.post(path, json={"model": "a"} | body)
 
 
+def speaking(folder: Path, tokens: Sequence[str]) -> Path:
+    """Make a model in a folder, without weights: SmolLM2's description, with further special tokens."""
+    known = Path(ModelStore(load_settings().models_folder).resolve("smollm2"))
+    shutil.copytree(known, folder, ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in tokens])
+    tokenizer.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": len(tokenizer)}))
+    return folder
+
+
+def speaking_harmony(folder: Path, vocabulary: Path) -> Callable[[str], list[int]]:
+    """Make a tiny gpt-oss in a folder, without weights; return what makes tokens of its texts.
+
+    Args:
+        vocabulary: OpenAI's file `o200k_base.tiktoken`.
+    """
+    rows = [line.split() for line in vocabulary.read_bytes().splitlines()]
+    letters = _letters()
+    words = {"".join(letters[byte] for byte in base64.b64decode(text)): int(at) for text, at in rows}
+    encoding = load_harmony_encoding("HarmonyGptOss")
+    tokenizer = Tokenizer(WordLevel(words, unk_token="!"))
+    tokenizer.decoder = ByteLevel()
+    special = [encoding.decode([number]) for number in range(len(rows), 200_019)]
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|return|>").save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(TINY_GPT_OSS))
+    return lambda text: list(encoding.encode(text, allowed_special="all"))
+
+
+def _letters() -> list[str]:
+    """The letter that stands for each byte in a vocabulary of bytes."""
+    shown = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in shown else chr(next(others)) for byte in range(256)]
+
+
 @contextmanager
 def run_scripted(
-    aliases: tuple[str, ...] = (), args: dict[str, Any] | None = None, **serving: Any
+    aliases: tuple[str, ...] = (),
+    model: Path | None = None,
+    args: dict[str, Any] | None = None,
+    encode: Callable[[str], list[int]] | None = None,
+    **serving: Any,
 ) -> Iterator[ScriptedGateway]:
-    """Run a gateway whose engine has SmolLM2's tokenizer and template.
+    """Run a gateway whose engine has SmolLM2's tokenizer and template, or a model's.
 
     Args:
         aliases: further names of the engine.
-        args: vLLM's arguments.
+        model: folder of its description; None: SmolLM2's.
+        args: vLLM's arguments of an engine.
+        encode: makes tokens of texts in the tokenizer's place.
         serving: vLLM's serving options.
     """
-    model = str(ModelStore(load_settings().models_folder).resolve("smollm2"))
+    folder = str(model or ModelStore(load_settings().models_folder).resolve("smollm2"))
     settings = EngineSettings(
-        name="a", aliases=aliases, model=model, handoff=True, args=args or {}, serving=serving
+        name="a", aliases=aliases, model=folder, handoff=True, args=args or {}, serving=serving
     )
-    engine = ScriptedEngine(settings, model, salt=lambda _tenant: None, starts=Starts())
+    engine = ScriptedEngine(settings, folder, salt=lambda _tenant: None, starts=Starts())
     with run_fake(engine, handoffs={"auto": "off"}) as running, running.client() as http:
-        yield ScriptedGateway(engine, http, running.url)
+        yield ScriptedGateway(engine, http, running.url, encode)

@@ -247,6 +247,28 @@ def test_the_doctor_says_what_is_chosen_and_why(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.fault("E22")
+def test_a_parser_on_a_template_that_writes_no_tools_is_doubted(tmp_path: Path) -> None:
+    settings = tmp_path / "baton.toml"
+    named = {"tool_call_parser": "hermes"}
+    for number, (template, doubted) in enumerate([(SAYS, True), ("", True), (TOOLS + SAYS, False)]):
+        folder = model(tmp_path / str(number), "Qwen2ForCausalLM", template, [])
+        found = parsers_of(EngineSettings(name="a", model=str(folder), serving=named), str(folder)).calls
+        assert (found.name, bool(found.doubt)) == ("hermes", doubted)
+        assert ("doubt" in found.card()) is doubted
+        settings.write_text(
+            f'[[engines]]\nname = "a"\nmodel = "{folder}"\nserving = {{ tool_call_parser = "hermes" }}\n'
+        )
+        (finding,) = [finding for finding in examine(settings) if finding.subject == "engine a"]
+        assert finding.bad is doubted
+        assert ("writes no tools" in finding.text) is doubted
+        assert ("serving.chat_template" in finding.mend) is doubted
+    folder = model(tmp_path / "gpt-oss", "GptOssForCausalLM", "", [])
+    for serving in ({"tool_call_parser": "openai"}, {"tool_call_parser": "off"}):
+        settled = parsers_of(EngineSettings(name="a", model=str(folder), serving=serving), str(folder))
+        assert not settled.calls.doubt
+
+
 def test_the_choice_needs_no_vllm() -> None:
     code = (
         "import sys; from baton.models.parsers import parsers_of; from baton.config.groups import EngineSettings;"

@@ -151,7 +151,9 @@ async def test_numbers_that_no_json_holds_become_null(number: str) -> None:
         told = json.loads(reply.body, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
         assert told["data"] == [{"embedding": [0.5, None]}]
     whole = b'{"model":  "far", "data": [0.5]}'
-    reply = await whole_reply(Whole(whole), 1000, Names("far", "far", "far"), TokenCount(RequestContext("id")))  # type: ignore[arg-type]  # as above
+    reply = await whole_reply(
+        Whole(whole), 1000, Names("far", "far", "far"), TokenCount(RequestContext("id"))
+    )  # type: ignore[arg-type]  # as above
     assert reply.body == whole, "what is JSON goes on byte by byte"
 
 

@@ -350,7 +350,11 @@ def _models(settings: Settings) -> Iterator[Finding]:
             yield Finding(f"model {engine.model}", text, not there, "" if there else "correct `model`")
         if engine.runner == "generate":
             parsers = parsers_of(engine, str(_weights(store, engine.model)))
-            yield Finding(f"engine {engine.name}", parsers.line())
+            doubted = bool(parsers.calls.doubt)
+            mend = (
+                "set `serving.chat_template` to one that writes tools, or `serving.tool_call_parser` to off"
+            )
+            yield Finding(f"engine {engine.name}", parsers.line(), doubted, mend if doubted else "")
 
 
 def _embedded(store: ModelStore, model: EmbeddedModel) -> Finding:

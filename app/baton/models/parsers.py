@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ DESCRIPTIONS = (
     *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
 )
 """The files of a model that are read here, or tell by being there."""
+UNWRITTEN = "its chat template writes no tools"
 TOKENS_WITHIN = 8 * 1024 * 1024
 """Bytes of a `tokenizer.json` that are read: its added tokens come before its vocabulary."""
 
@@ -176,14 +177,16 @@ class Parser:
     Attributes:
         name: vLLM's name; None: there is none.
         why: why that one.
+        doubt: why it finds nothing, although the settings name it; empty: nothing speaks against it.
     """
 
     name: str | None
     why: str
+    doubt: str = ""
 
     def card(self) -> dict[str, str | None]:
         """Describe it for the log and `/v1/models`."""
-        return {"name": self.name, "why": self.why}
+        return {"name": self.name, "why": self.why} | ({"doubt": self.doubt} if self.doubt else {})
 
 
 @dataclass(frozen=True)
@@ -200,7 +203,7 @@ class Parsers:
     def line(self) -> str:
         """Describe both in a line, for `baton doctor`."""
         return "; ".join(
-            f"{key}: {parser.name or 'none'} ({parser.why})"
+            f"{key}: {parser.name or 'none'} ({'; but '.join(filter(None, (parser.why, parser.doubt)))})"
             for key, parser in ((TOOL_PARSER, self.calls), (REASONING_PARSER, self.thoughts))
         )
 
@@ -267,8 +270,6 @@ def parsers_of(settings: EngineSettings, model: str) -> Parsers:
     holders = (settings.serving, settings.args, config)
     thoughts = _named(next((found for each in holders if (found := each.get(REASONING_PARSER))), None))
     calls = _named(settings.serving.get(TOOL_PARSER))
-    if calls is not None and thoughts is not None:
-        return Parsers(calls, thoughts)
     if settings.runner != "generate":
         none = Parser(None, "the engine writes no text")
         return Parsers(calls or none, thoughts or none)
@@ -277,6 +278,8 @@ def parsers_of(settings: EngineSettings, model: str) -> Parsers:
         none = Parser(None, "its model's files are not here yet")
         return Parsers(calls or none, thoughts or none)
     evidence = read_evidence(folder, serving_of(settings).get("chat_template"))
+    if calls is not None and calls.name is not None and not _may_call(evidence):
+        calls = replace(calls, doubt=f"{UNWRITTEN}: no request's tools reach the model")
     return Parsers(calls or choose_calls(evidence), thoughts or choose_thoughts(evidence))
 
 
@@ -290,11 +293,15 @@ def choose_calls(evidence: Evidence) -> Parser:
     """Choose the parser for calls of tools."""
     if evidence.mistral:
         return Parser("mistral", "its tokenizer is in Mistral's own form")
-    if any(family.templateless and evidence.fits(family) for family in CALLS) or evidence.takes_tools:
+    if _may_call(evidence):
         return evidence.choose(CALLS, "its calls are written")
-    return Parser(
-        None, "its chat template writes no tools" if evidence.template else "it has no chat template"
-    )
+    return Parser(None, UNWRITTEN if evidence.template else "it has no chat template")
+
+
+def _may_call(evidence: Evidence) -> bool:
+    """Return whether the tools of a request get into the prompt."""
+    templateless = any(family.templateless and evidence.fits(family) for family in CALLS)
+    return evidence.mistral or templateless or evidence.takes_tools
 
 
 def choose_thoughts(evidence: Evidence) -> Parser:

@@ -72,6 +72,10 @@ CUT_HEADER = "X-Baton-Max-Tokens"
 """Header of an answer whose limit was above what its prompt leaves of the context: the limit that held."""
 
 
+UNHELD_HEADER = "X-Baton-Schema-Unheld"
+"""Header of an answer that a grammar constrains: the keywords of its schemas that the grammar leaves out."""
+
+
 def new_request_id() -> str:
     """Return 128 random bits as 32 hexadecimal digits."""
     return secrets.token_hex(16)

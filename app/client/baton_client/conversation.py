@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
 from baton_client.driver import AsyncDriver, Driver
 from baton_client.errors import BatonError
-from baton_client.turns import Content, Turns
+from baton_client.turns import Content, Turns, results_of, said
 from baton_client.values import Answer
 
 
@@ -51,7 +52,19 @@ class Conversation:
             ApiError: the gateway refused the request, or failed; the turn may be said again.
             ConnectionLost: no answer came; whether the gateway worked on it is not known.
         """
-        return self._driver.run(self._turns.say(content, fields))
+        return self._driver.run(self._turns.say(said(content), fields))
+
+    def give(self, results: Mapping[str, Content], **fields: Any) -> Answer:
+        """Send what the tools returned that the last answer called (`Answer.calls`), and save as `say` does.
+
+        Args:
+            results: what each tool returned, by the id of its call; one for each call of the answer.
+            fields: of the request, as for `say`: the template of most models wants the `tools` again.
+
+        Raises:
+            ValueError: there are no results.
+        """
+        return self._driver.run(self._turns.say(results_of(results), fields))
 
     def fork(self, label: str | None = None) -> Conversation:
         """Return another conversation that starts at this point, and may outlive this one.
@@ -97,7 +110,11 @@ class AsyncConversation:
 
     async def say(self, content: Content, **fields: Any) -> Answer:
         """Send one message of the user, and save the context with its answer; see `Conversation.say`."""
-        return await self._driver.run(self._turns.say(content, fields))
+        return await self._driver.run(self._turns.say(said(content), fields))
+
+    async def give(self, results: Mapping[str, Content], **fields: Any) -> Answer:
+        """Send what the tools returned that the last answer called; see `Conversation.give`."""
+        return await self._driver.run(self._turns.say(results_of(results), fields))
 
     def fork(self, label: str | None = None) -> AsyncConversation:
         """Return another conversation that starts at this point; see `Conversation.fork`."""

@@ -95,8 +95,8 @@ class Turns:
             self._users.add(handoff_id)
         self._left = False
 
-    def say(self, content: Content, fields: Mapping[str, Any]) -> Script[Answer]:
-        """Send one message after the last handoff, and save the next.
+    def say(self, messages: Iterable[Json], fields: Mapping[str, Any]) -> Script[Answer]:
+        """Send messages after the last handoff, and save the next.
 
         Args:
             fields: of the chat's body, and how its handoff is saved (see `SAVING`).
@@ -108,7 +108,7 @@ class Turns:
         self._require_open()
         saving = {"label": self._label} | {name: fields[name] for name in SAVING if name in fields}
         rest = {name: value for name, value in fields.items() if name not in SAVING}
-        sent = [*self._unsaved, {"role": "user", "content": content}]
+        sent = [*self._unsaved, *messages]
         call = routes.chat_call(self._model, sent, self.handoff, {}, save=True, saving=saving, fields=rest)
         answer = yield from exchange(call, self._retries)
         asked_to_keep = self._keep or fields.get("label") is not None or bool(fields.get("pin"))
@@ -171,6 +171,25 @@ class Turns:
             raise RuntimeError(
                 "This conversation has ended: fork it, or say more, before its `with` block does."
             )
+
+
+def said(content: Content) -> list[Json]:
+    """Write a message of the user."""
+    return [{"role": "user", "content": content}]
+
+
+def results_of(results: Mapping[str, Content]) -> list[Json]:
+    """Write the messages that answer calls of tools.
+
+    Args:
+        results: what each tool returned, by the id of its call.
+
+    Raises:
+        ValueError: there are none.
+    """
+    if not results:
+        raise ValueError("Give the result of each call of the last answer, by the call's id.")
+    return [{"role": "tool", "tool_call_id": call, "content": found} for call, found in results.items()]
 
 
 def first_turns(

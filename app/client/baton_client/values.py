@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -94,6 +95,8 @@ class Answer:
 
     Attributes:
         text: of the first choice; empty where the model called a tool instead.
+        calls: the tools that the first choice calls, in OpenAI's shape: `id`, and `function` with `name` and
+            `arguments`, a text of JSON. `Conversation.give` takes their results.
         handoff: the handoff that the request saved; None: it saved none.
         source: where the KV of the handoff it started from came from; None: it started from none.
         usage: numbers of tokens, as the API counts them: `prompt_tokens`, `completion_tokens`, ...
@@ -105,13 +108,16 @@ class Answer:
     source: Source | None
     usage: Json
     body: Json
+    calls: Sequence[Json] = ()
 
     @classmethod
     def of(cls, body: Json) -> Answer:
         """Read the body of an answer of `/v1/chat/completions`."""
         handoff = body.get("handoff") or {}
+        message = body["choices"][0]["message"]
         return cls(
-            text=body["choices"][0]["message"].get("content") or "",
+            text=message.get("content") or "",
+            calls=message.get("tool_calls") or (),
             handoff=Handoff.of(handoff) if "id" in handoff else None,
             source=Source.of(handoff["source"]) if "source" in handoff else None,
             usage=body.get("usage") or {},

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
@@ -19,14 +20,16 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 import torch
+from pydantic_core import to_json
 
 from baton.engines.backend import ImageInput
+from baton.engines.json_schemas import not_held
 from baton.engines.transfers import TransferChooser, TransferReport, TransferRequest
 from baton.engines.vllm.errors import translate
 from baton.engines.vllm.images import Sent, hashes_of, image_positions, stray_placeholders
 from baton.errors import BatonError, ContextTooLong, GenerationFailed, InvalidRequest, Unprocessable
 from baton.images.image import PlacedImage
-from baton.telemetry.ids import CUT_HEADER, RequestContext
+from baton.telemetry.ids import CUT_HEADER, UNHELD_HEADER, RequestContext
 from baton_kv.contract import transfer_params
 
 if TYPE_CHECKING:
@@ -198,6 +201,9 @@ class Call:
         audited_tokens: most tokens whose raw log probabilities the engine may be asked for; 0: it has none.
         grammars: grammars that custom tools' inputs are checked by, because nothing constrained them.
         noting: the audited transfers whose first token's log probabilities the engine was asked for.
+        ended: why each of the answers ended, by its index.
+        cut: whether one of them was cut, by a limit or by a stop string.
+        unclosed: whether the cut was within a call of a tool.
     """
 
     context: RequestContext
@@ -215,6 +221,9 @@ class Call:
     audited_tokens: int = 0
     grammars: Mapping[str, InputGrammar] = field(default_factory=dict)
     noting: set[TransferRequest] = field(default_factory=set)
+    ended: dict[int, str] = field(default_factory=dict)
+    cut: bool = False
+    unclosed: bool = False
 
     async def watch(
         self,
@@ -306,6 +315,10 @@ class Call:
             outputs = getattr(output, "outputs", ())
             completions = outputs if isinstance(outputs, list) else ()
             self.context.generated_tokens += sum(len(completion.token_ids) for completion in completions)
+            for completion in completions:
+                if completion.finish_reason is not None:
+                    self.ended[completion.index] = completion.finish_reason
+                    self.cut |= completion.finish_reason != "stop" or isinstance(completion.stop_reason, str)
 
 
 CURRENT_CALL: ContextVar[Call] = ContextVar("baton_current_call")
@@ -340,6 +353,8 @@ class WatchedClient:
         call.deltas = sampling_params.output_kind.name == "DELTA"
         call.constrained = sampling_params.structured_outputs is not None
         call.audited_tokens = self._audited_tokens
+        if call.constrained:
+            _note_unheld(call, sampling_params.structured_outputs)
         self._refuse_no_token(call, sampling_params)
         _refuse_latent_placeholders(call, prompt)
         _require_prompt(call, prompt)
@@ -485,6 +500,34 @@ def _require_prompt(call: Call, prompt: Any) -> None:
     if wanted is not None and list(given or ()) != wanted:
         log.error("relay_prompt_not_used")
         raise GenerationFailed()
+
+
+def _note_unheld(call: Call, made: Any) -> None:
+    """Note in the answer's headers which keywords of its schemas the grammar leaves out."""
+    found = set[str]()
+    for kind, text in (("json", made.json), ("structural_tag", made.structural_tag)):
+        given = text if isinstance(text, str) else to_json(text).decode() if text else ""
+        if given:
+            with contextlib.suppress(ValueError, RecursionError):  # which vLLM refuses
+                schemas = [json.loads(given)] if kind == "json" else _schemas_of(json.loads(given))
+                found |= set[str]().union(*(not_held(schema, alone=kind == "json") for schema in schemas))
+    if found:
+        call.context.answer_headers[UNHELD_HEADER] = ", ".join(sorted(found))
+
+
+def _schemas_of(tag: Any) -> Iterator[Any]:
+    """Yield the schemas in a structural tag."""
+    left = [tag]
+    while left:
+        value = left.pop()
+        if isinstance(value, dict):
+            yield from (value[key] for key in ("json_schema", "schema") if isinstance(value.get(key), dict))
+        inner = value.items() if isinstance(value, dict) else enumerate(value)
+        left += [
+            each
+            for key, each in inner
+            if isinstance(each, dict | list) and key not in ("json_schema", "schema")
+        ]
 
 
 def _note_cut(call: Call, asked: int, prompt: Any, longest: int) -> None:

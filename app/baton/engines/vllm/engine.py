@@ -209,6 +209,8 @@ class VllmEngine:
         self._log = structlog.get_logger("baton.engine").bind(engine=settings.name)
         self._translator = ReplyTranslator(self._log)
         self._log.info("parsers_chosen", **self._parsers.cards())
+        if doubt := self._parsers.calls.doubt:
+            self._log.warning("tools_not_written", setting="serving.tool_call_parser", reason=doubt)
 
     @property
     def state(self) -> EngineState:
@@ -432,7 +434,7 @@ class VllmEngine:
             answer = await method(request, handlers.synthetic_request(context))
         except Exception as error:  # the border to vLLM's handlers, which raise anything at all
             raise self._translator.error(error, call, body) from error
-        return await self._translator.reply(operation, answer, call)
+        return await self._translator.reply(operation, answer, call, body)
 
 
 def _end_requests(client: AsyncLLM) -> None:

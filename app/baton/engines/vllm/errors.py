@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Iterator
 from http import HTTPStatus
 from typing import Any
 
@@ -28,6 +29,7 @@ from vllm.exceptions import (
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from baton.config.groups import EngineSettings
+from baton.engines.json_schemas import fault_of
 from baton.engines.scrub import scrub
 from baton.engines.vllm.arguments import SERVING_OPTIONS
 from baton.errors import (
@@ -97,6 +99,58 @@ FLAG = re.compile(r"`?(?<![\w-])--([a-z][a-z0-9-]*[a-z0-9])(?:\.\w+)*`?")
 
 CONTEXT_LENGTH = ("maximum context length", "max_model_len", "maximum model length")
 """Texts of vLLM's errors when prompt and answer exceed the model's context length."""
+
+
+NOT_COMPILED = re.compile(r"structural tag|json schema|grammar|xgrammar", re.IGNORECASE)
+"""Text of vLLM's errors when it cannot make a grammar of what a request demands of the answer."""
+
+
+def with_schema(error: BatonError, body: Any) -> BatonError:
+    """Name the schema, and its keyword, of which vLLM could make no grammar; another error stays as it is."""
+    if type(error) is not InvalidRequest or not NOT_COMPILED.search(error.message):
+        return error
+    found = list(_schemas(body))
+    faulty = next(((*row, fault) for row in found if (fault := fault_of(row[2]))), None)
+    if faulty is not None:
+        param, name, _, fault = faulty
+        of = f" of the tool '{name}'" if name is not None else ""
+        return InvalidRequest(f"The schema{of} in '{param}' is no valid JSON schema: {fault}.", param=param)
+    if found and error.param is None and "structural tag" in error.message:
+        named = ", ".join(f"'{param}'" for param, _, _ in found)
+        return InvalidRequest(
+            f"The engine can make no grammar of a schema in {named}: make it simpler.", param=found[0][0]
+        )
+    return error
+
+
+def _schemas(body: Any) -> Iterator[tuple[str, str | None, Any]]:
+    """Yield the schemas of a request that an engine may compile: place, name of the tool, schema."""
+    paths = (
+        *(("response_format", "json_schema", "schema"), ("text", "format", "schema")),
+        *(("output_config", "format", "schema"), ("structured_outputs", "json")),
+    )
+    for path in paths:
+        found = body
+        for key in path:
+            found = found.get(key) if isinstance(found, dict) else None
+        if isinstance(found, dict):
+            yield ".".join(path), None, found
+    yield from _tools(body, "")
+
+
+def _tools(holder: Any, place: str) -> Iterator[tuple[str, str | None, Any]]:
+    """Yield the schemas of tools, also of those within a namespace."""
+    tools = holder.get("tools") if isinstance(holder, dict) else None
+    for at, tool in enumerate(tools if isinstance(tools, list) else ()):
+        where = f"{place}tools[{at}]"
+        if not isinstance(tool, dict):
+            continue
+        inner = tool.get("function")
+        for each, path in ((tool, where), (inner, f"{where}.function")):
+            for key in ("parameters", "input_schema"):
+                if isinstance(each, dict) and isinstance(each.get(key), dict):
+                    yield f"{path}.{key}", str(each.get("name")), each[key]
+        yield from _tools(tool, f"{where}.")
 
 
 def told(message: str) -> str:

@@ -48,13 +48,13 @@ from vllm.entrypoints.serve.tokenize.protocol import (
 )
 from vllm.renderers import merge_kwargs
 from vllm.tasks import POOLING_TASKS
-from vllm.utils.mistral import is_mistral_tokenizer
 
 from baton.engines.backend import Json, Operation, Reply, StreamReply, WholeReply
 from baton.engines.transfers import TransferRequest
 from baton.engines.vllm.client import CURRENT_CALL, Call, WatchedClient
 from baton.engines.vllm.custom_tools import ResponsesRequest, check_inputs
-from baton.engines.vllm.errors import UNFORESEEN, from_response, translate
+from baton.engines.vllm.errors import UNFORESEEN, from_response, translate, with_schema
+from baton.engines.vllm.parsers import mend
 from baton.errors import BatonError, GenerationFailed, InvalidRequest
 from baton.telemetry.ids import RequestContext
 
@@ -74,6 +74,22 @@ OF_A_HOST = frozenset(
     }
 )
 """Types of tools that OpenAI's servers run, or that its models alone were trained to call."""
+CHOSEN = frozenset({"function", "custom", "allowed_tools"})
+"""Types of choices that name tools whose calls the client answers."""
+UNSEARCHED = dict.fromkeys(
+    (
+        *(
+            "allowed_token_ids",
+            "bad_words",
+            "frequency_penalty",
+            "logit_bias",
+            "min_tokens",
+            "presence_penalty",
+        ),
+        *("response_format", "stop", "stop_token_ids", "structured_outputs", "tools"),
+    )
+) | {"repetition_penalty": 1}
+"""Fields that beam search would leave out, and the value that asks for nothing."""
 LENGTHS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 """Names of the longest answer; of a chat's two the first one decides."""
 STRINGS = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
@@ -167,17 +183,34 @@ def _is_whole(text: str) -> bool:
     return bare.count("[") == bare.count("]") and bare.count("{") == bare.count("}")
 
 
-def require_honoured_tools(body: Json, *, reads_calls: bool) -> None:
-    """Refuse tools of a request to `/v1/responses` that vLLM would drop without a word.
+def require_honoured_tools(operation: Operation, body: Json, *, reads_calls: bool) -> None:
+    """Refuse tools, and choices of them, that vLLM would drop without a word.
 
     Args:
+        operation: one whose bodies may have tools.
         reads_calls: whether calls of tools are found in what the model says.
 
     Raises:
         InvalidRequest: `param` names the tool.
     """
     choice, tools = body.get("tool_choice"), body.get("tools")
-    if choice == "none" or not isinstance(tools, list):
+    kind = choice.get("type") if isinstance(choice, dict) else choice
+    if operation is Operation.RESPONSES and isinstance(choice, dict) and kind not in CHOSEN:
+        raise InvalidRequest(
+            f"'tool_choice' names a tool of the type '{kind}', which this gateway does not run: choose one "
+            "of your own.",
+            param="tool_choice",
+        )
+    if operation is Operation.CHAT and body.get("functions"):
+        raise InvalidRequest(
+            "'functions' is an older form of 'tools', which this gateway does not read: send 'tools'.",
+            param="functions",
+        )
+    if kind == "none" or not isinstance(tools, list) or not tools:
+        return
+    if operation is not Operation.RESPONSES:
+        if not reads_calls:
+            raise InvalidRequest(NO_PARSER.format(model=body.get("model")), param="tools")
         return
     for at, tool in enumerate(tools):
         kind = tool.get("type") if isinstance(tool, dict) else None
@@ -189,11 +222,81 @@ def require_honoured_tools(body: Json, *, reads_calls: bool) -> None:
             )
         if kind in CALLED_BY_CLIENTS and not reads_calls:
             raise InvalidRequest(NO_PARSER.format(model=body.get("model")), param="tools")
-    if isinstance(choice, dict) and choice.get("type") in OF_A_HOST:
+
+
+def only_allowed_tools(body: Json) -> Json:
+    """Offer the tools that `tool_choice` allows, and no others: vLLM would offer all of them.
+
+    Raises:
+        InvalidRequest: it allows a tool that is not offered, or none, or has no valid mode.
+    """
+    choice = body.get("tool_choice")
+    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+        return body
+    inner = choice.get("allowed_tools")
+    given = inner if isinstance(inner, dict) else choice  # as in a chat; as in a response
+    mode, listed, tools = given.get("mode"), given.get("tools"), body.get("tools")
+    if mode not in ("auto", "required"):
+        raise InvalidRequest("'tool_choice.mode' must be 'auto' or 'required'.", param="tool_choice.mode")
+    allowed = {_name_of(each) for each in listed} if isinstance(listed, list) else set()
+    offered = tools if isinstance(tools, list) else []
+    missing = sorted(str(name) for name in allowed - {_name_of(tool) for tool in offered})
+    if missing or not allowed:
         raise InvalidRequest(
-            f"'tool_choice' names a tool of the type '{choice['type']}', which this gateway does not run.",
-            param="tool_choice",
+            f"'tool_choice.tools' names {missing[0]!r}, which is not among 'tools'."
+            if missing
+            else "'tool_choice.tools' must name at least one of 'tools'.",
+            param="tool_choice.tools",
         )
+    return body | {"tool_choice": mode, "tools": [tool for tool in offered if _name_of(tool) in allowed]}
+
+
+def _name_of(tool: Any) -> str | None:
+    """Return the name of a tool, in any of the shapes of OpenAI."""
+    holders = [tool, *(tool.get(key) for key in ("function", "custom"))] if isinstance(tool, dict) else []
+    names = (holder.get("name") for holder in holders if isinstance(holder, dict))
+    return next((name for name in names if isinstance(name, str)), None)
+
+
+def require_searchable(body: Json) -> None:
+    """Refuse what vLLM's beam search would leave out: it samples each token with parameters of its own.
+
+    Raises:
+        InvalidRequest: `param` names the field.
+    """
+    if not body.get("use_beam_search"):
+        return
+    for field_, neutral in UNSEARCHED.items():
+        value = body.get(field_)
+        kind = value.get("type") if isinstance(value, dict) else None
+        if value and value != neutral and not (field_ == "response_format" and kind == "text"):
+            if field_ == "tools" and body.get("tool_choice") == "none":
+                continue
+            raise InvalidRequest(
+                f"'{field_}' cannot be used with 'use_beam_search', which would leave it out.", param=field_
+            )
+
+
+def in_one_part(body: Json) -> Json:
+    """Join the texts of each past answer: vLLM reads the first, and fails at none and at a refusal."""
+    items = body.get("input")
+    if not isinstance(items, list):
+        return body
+    return body | {"input": [_joined(item) for item in items]}
+
+
+def _joined(item: Any) -> Any:
+    parts = item.get("content") if isinstance(item, dict) and item.get("role") == "assistant" else None
+    if not isinstance(parts, list) or (len(parts) == 1 and _at(parts[0], "type") != "refusal"):
+        return item
+    texts = [_at(part, "refusal" if _at(part, "type") == "refusal" else "text") for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        return item
+    return item | {"content": [{"type": "output_text", "text": "".join(texts), "annotations": []}]}
+
+
+def _at(value: Any, key: str) -> Any:
+    return value.get(key) if isinstance(value, dict) else None
 
 
 def require_clients_tools(body: Json) -> None:
@@ -352,7 +455,10 @@ class Handlers:
         # The wrapper answers everything an EngineClient does.
         await init_app_state(client, state, namespace, tasks)
         if (messages := getattr(state, "anthropic_serving_messages", None)) is not None:
-            messages.messages_full_converter = _as_anthropic(messages.messages_full_converter)
+            messages.messages_full_converter = _as_anthropic(
+                _with_any_arguments(messages.messages_full_converter)
+            )
+        mend(state)
         models = state.openai_serving_models
         models.model_name = _as_asked(models.model_name)
         reasoning = client.vllm_config.reasoning_config
@@ -378,13 +484,20 @@ class Handlers:
         Raises pydantic's ValidationError, and InvalidRequest for a past call that cannot be read or a tool
         that cannot be honoured.
         """
-        if operation is Operation.RESPONSES:
-            require_honoured_tools(body, reads_calls=self.reads_calls)
-        elif operation in (Operation.MESSAGES, Operation.COUNT_TOKENS):
+        if operation in (Operation.CHAT, Operation.RESPONSES, Operation.MESSAGES):
+            body = only_allowed_tools(body)
+            require_honoured_tools(operation, body, reads_calls=self.reads_calls)
+        if operation in (Operation.MESSAGES, Operation.COUNT_TOKENS):
             require_clients_tools(body)
             body = body if self._budgets else without_budget(body)
-            if operation is Operation.COUNT_TOKENS and not self.reads_calls:
-                body = countable(body)
+        if operation is Operation.COUNT_TOKENS and not self.reads_calls:
+            body = countable(body)
+        if operation is Operation.RESPONSES:
+            body = in_one_part(body)
+        require_searchable(body)
+        return self._read(operation, body)
+
+    def _read(self, operation: Operation, body: dict[str, Any]) -> Any:
         request = self._parsers[operation].validate_python(readable_calls(body))
         if operation is Operation.RESPONSES:
             request.take_grammars(self._state.serving_tokenization.online_renderer.parser)
@@ -395,7 +508,7 @@ class Handlers:
 
         Raises what vLLM raises: anything.
         """
-        request = self.parse(Operation.CHAT, body)
+        request = self._read(Operation.CHAT, only_allowed_tools(body))
         online = self._state.serving_tokenization.online_renderer
         unused = request.tool_choice == "none" and online.exclude_tools_when_tool_choice_none
         tools = [tool.model_dump() for tool in request.tools] if request.tools and not unused else None
@@ -553,7 +666,7 @@ class ReplyTranslator:
             call: what vLLM worked on; None: it generates nothing.
             body: of the request; None: it is not known.
         """
-        translated = translate(error, body)
+        translated = with_schema(translate(error, body), body)
         if isinstance(error, RecursionError) and call is not None and call.context.generated_tokens:
             translated = GenerationFailed()  # it was the model that nested too deep
         unforeseen = isinstance(error, UNFORESEEN)
@@ -561,14 +674,14 @@ class ReplyTranslator:
             self._log.error("engine_call_failed", exc_info=error)
         return translated
 
-    async def reply(self, operation: Operation, answer: Any, call: Call) -> Reply:
+    async def reply(self, operation: Operation, answer: Any, call: Call, body: Json | None = None) -> Reply:
         """Translate what the handler of `operation` returned for `call`.
 
         Raises:
             BatonError: the handler returned vLLM's `ErrorResponse`.
         """
         if isinstance(answer, ErrorResponse):
-            failure = call.failure or from_response(answer)
+            failure = with_schema(call.failure or from_response(answer), body)
             if failure.status >= 500 and not failure.retryable:
                 self._log.error("engine_call_failed", cause=answer.error.message)
             raise failure
@@ -579,16 +692,18 @@ class ReplyTranslator:
             return WholeReply(answer.model_dump_json(**HANDLERS[operation].dump).encode())
         if isinstance(answer, Response):
             return await _from_response(answer)
-        return StreamReply(self._stream(operation, answer, call))
+        return StreamReply(self._stream(operation, answer, call, body))
 
-    async def _stream(self, operation: Operation, generator: Any, call: Call) -> AsyncIterator[str]:
+    async def _stream(
+        self, operation: Operation, generator: Any, call: Call, body: Json | None
+    ) -> AsyncIterator[str]:
         """Yield the handler's events; raise our own error in place of the text that vLLM would write."""
         CURRENT_CALL.set(call)
         async with aclosing(generator):
             try:
                 async for event in events(operation, generator):
                     if call.failure is not None:
-                        raise call.failure
+                        raise with_schema(call.failure, body)
                     if event.startswith(('data: {"error"', "event: error")):
                         self._log.error("engine_stream_failed", cause=event)
                         raise GenerationFailed()
@@ -602,7 +717,7 @@ class ReplyTranslator:
             except Exception as error:  # the border to vLLM's generators, which raise anything at all
                 raise self.error(error) from error
         if call.failure is not None:
-            raise call.failure
+            raise with_schema(call.failure, body)
 
 
 async def _from_response(response: Response) -> WholeReply:

@@ -1,0 +1,339 @@
+"""Find the calls of tools that a model writes in JSON, in an answer that comes in pieces of any size.
+
+The JSON itself is followed: `</tool_call>` within an argument ends no call, what is cut stays as it was
+written, and the same answer has the same calls whatever pieces it comes in.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+AT_ONCE = 256
+"""Characters that are read at once, so that a long answer costs no more than its length."""
+NAME_CHARS = 256
+"""Longest text before a call's arguments in which its name is looked for."""
+MEMBER = re.compile(r',?\s*"([^"\\]{0,64})"\s*:\s*(?=\S)')
+"""The key of an object's member, up to its value."""
+UNFINISHED = re.compile(r',?\s*(?:"(?P<key>[^"\\]{0,64})(?:"\s*(?::\s*)?)?)?')
+"""What may become a key when more is written."""
+ARGUMENTS = ("arguments", "parameters")
+KEYS = frozenset({"name", "type", "id", *ARGUMENTS})
+"""Keys of an object that is a call although no mark says so."""
+
+Kind = Literal["text", "name", "arguments"]
+Piece = tuple[Kind, str]
+"""A piece of an answer: text; the name of a call, which begins it; or a piece of its arguments."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a family of models writes calls whose arguments are JSON.
+
+    Attributes:
+        opens: the marks of which each begins a call.
+        closes: the marks that may stand after a call, and are left out.
+        begins: marks that are left out wherever they stand.
+        header: what stands between `opens` and the arguments, with a group `name`. None: the call is an
+            object with members for its name and its arguments.
+        loose: characters that are left out after a call, beside white space.
+    """
+
+    opens: tuple[str, ...]
+    closes: tuple[str, ...] = ()
+    begins: tuple[str, ...] = ()
+    header: re.Pattern[str] | None = None
+    loose: str = ""
+
+    @property
+    def marked(self) -> bool:
+        """Whether a mark says that a call follows; else any object may be one."""
+        return "{" not in self.opens
+
+
+TAGGED = Form(("<tool_call>",), ("</tool_call>",), loose="}")
+"""Hermes, Qwen 2.5, Qwen3, SmolLM, Granite 4: `<tool_call>{"name": "look", "arguments": {}}</tool_call>`."""
+LLAMA = Form(("<|python_tag|>", "{"), loose=";")
+"""Llama 3: `{"name": "look", "parameters": {}}`, several with semicolons between them."""
+DEEPSEEK_MARKS = Form(
+    ("<｜tool▁call▁begin｜>",), ("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"), ("<｜tool▁calls▁begin｜>",)
+)
+DEEPSEEK_V3 = replace(
+    DEEPSEEK_MARKS,
+    header=re.compile(r"(?:[^\n<]*<｜tool▁sep｜>)?(?P<name>[^\n]*)\n```(?:json)?\n(?=\S)"),
+    loose="`",
+)
+"""DeepSeek V3 and R1: the name in a line of its own, the arguments fenced as Markdown."""
+DEEPSEEK_V31 = replace(DEEPSEEK_MARKS, header=re.compile(r"\s*(?P<name>[^\n<]*?)\s*<｜tool▁sep｜>\s*(?=\S)"))
+"""DeepSeek V3.1: name, separator, arguments."""
+
+
+class JsonValue:
+    """One JSON value in a text that comes in pieces; only its end is looked for."""
+
+    def __init__(self) -> None:
+        self.ended = False
+        self._depth = 0
+        self._quoted = self._escaped = False
+
+    def read(self, text: str) -> int:
+        """Return how many characters of the next piece belong to the value."""
+        for at, char in enumerate(text):
+            if self._quoted:
+                if self._escaped:
+                    self._escaped = False
+                elif char == "\\":
+                    self._escaped = True
+                elif char == '"':
+                    self._quoted = False
+                    self.ended = not self._depth
+            elif char == '"':
+                self._quoted = True
+            elif char in "[{":
+                self._depth += 1
+            elif char in "]}" and self._depth:
+                self._depth -= 1
+                self.ended = not self._depth
+            elif not self._depth and char in "]},` \t\r\n<":  # after a number or a word
+                self.ended = True
+                return at
+            if self.ended:
+                return at + 1
+        return len(text)
+
+
+class CallReader:
+    """The calls in an answer that comes in pieces of any size.
+
+    What may become a call is held back until it is one, or is text. White space before a call, and between
+    calls, is left out.
+    """
+
+    def __init__(self, form: Form) -> None:
+        self._form = form
+        self._step: Callable[[list[Piece]], bool] = self._outside
+        self._rest = self._blank = ""
+        self._said = False
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begin anew after a call."""
+        self._held = self._name = self._early = self._key = ""
+        self._value = JsonValue()
+        self._named = self._begun = self._argued = False
+
+    def feed(self, text: str) -> list[Piece]:
+        """Read the next piece of the answer."""
+        found: list[Piece] = []
+        for at in range(0, len(text), AT_ONCE):
+            self._rest += text[at : at + AT_ONCE]
+            while self._step(found):
+                pass
+        return found
+
+    def finish(self, *, cut: bool) -> list[Piece]:
+        """Read the end of the answer.
+
+        Args:
+            cut: whether it was cut: what only began to be a call is left out then, and else is text.
+        """
+        found: list[Piece] = []
+        if self._step == self._outside:
+            lost = cut and len(self._rest) > 1  # a mark that has begun
+        elif self._step in (self._after, self._skipping) or self._begun:
+            lost = True
+        else:
+            lost = cut
+        self._say(found, self._blank + ("" if lost else self._held + self._rest), ended=True)
+        return found
+
+    @property
+    def open(self) -> bool:
+        """Whether a call has begun, and is not complete."""
+        return self._begun
+
+    def _say(self, found: list[Piece], text: str, *, ended: bool = False) -> None:
+        """Give text, of which white space waits for more."""
+        if not self._said and not ended:
+            text, self._blank = self._blank + text, ""
+            if not text.strip():
+                text, self._blank = "", text
+        if text:
+            self._said = True
+            found.append(("text", text))
+
+    def _take(self, count: int) -> str:
+        """Take the next characters, which are given as text if they turn out to be in no call."""
+        taken, self._rest = self._rest[:count], self._rest[count:]
+        if not self._begun:
+            self._held += taken
+        return taken
+
+    def _take_space(self) -> None:
+        self._take(len(self._rest) - len(self._rest.lstrip()))
+
+    def _outside(self, found: list[Piece]) -> bool:
+        """Pass text on until a mark."""
+        marks = (*self._form.opens, *self._form.begins)
+        places = [(at, mark) for mark in marks if (at := self._rest.find(mark)) >= 0]
+        if not places:
+            sure = len(self._rest) - _begun(self._rest, marks)
+            self._say(found, self._rest[:sure])
+            self._rest = self._rest[sure:]
+            return False
+        at, mark = min(places)
+        self._say(found, self._rest[:at])
+        self._rest = self._rest[at:]
+        if mark in self._form.begins:
+            self._rest = self._rest[len(mark) :]
+            self._step = self._after
+            return True
+        self._take(len(mark) if self._form.marked or mark != "{" else 0)
+        self._step = self._opening if self._form.header is None else self._heading
+        return True
+
+    def _no_call(self, found: list[Piece]) -> bool:
+        """Give what was held back as text."""
+        self._say(found, self._held)
+        self._forget()
+        self._step = self._outside
+        return True
+
+    def _heading(self, found: list[Piece]) -> bool:
+        """Read the name of a call that stands before its arguments."""
+        assert self._form.header is not None
+        if (match := self._form.header.match(self._rest)) is None:
+            return self._no_call(found) if len(self._rest) > NAME_CHARS else False
+        after = self._rest[match.end() :]
+        ended = after.startswith(self._form.closes)
+        if not ended and any(mark.startswith(after) for mark in self._form.closes):
+            return False  # perhaps a call without arguments
+        self._name = match["name"].strip()
+        if not self._name:
+            return self._no_call(found)
+        self._take(match.end())
+        self._begin(found)
+        if ended:
+            return self._end(found)
+        self._key, self._argued, self._step = ARGUMENTS[0], True, self._member
+        return True
+
+    def _opening(self, found: list[Piece]) -> bool:
+        """Read the bracket that begins an object."""
+        self._take_space()
+        if not self._rest and len(self._held) < NAME_CHARS:
+            return False
+        if not self._rest.startswith("{"):
+            return self._no_call(found)
+        self._take(1)
+        self._step = self._next_member
+        return True
+
+    def _next_member(self, found: list[Piece]) -> bool:
+        """Read a key of the object, or its end."""
+        self._take_space()
+        if self._rest.startswith("}"):
+            self._take(1)
+            if not self._named or not (self._argued or self._form.marked):
+                return self._no_call(found)
+            self._begin(found)
+            return self._end(found)
+        match = MEMBER.match(self._rest)
+        if match is None and self._may_become_a_key():
+            return False
+        unknown = match is None or (match[1] not in KEYS and not self._form.marked)
+        if match is None or unknown or (match[1] == "name" and self._rest[match.end()] != '"'):
+            if not self._begun:
+                return self._no_call(found)
+            self._forget()  # what follows is no JSON
+            self._step = self._skipping
+            return True
+        again = match[1] in ARGUMENTS and self._argued
+        self._key = "" if again else match[1]
+        self._take(match.end())
+        self._value, self._step = JsonValue(), self._member
+        if self._key in ARGUMENTS:
+            self._argued = True
+            if self._named:
+                self._begin(found)
+        return True
+
+    def _may_become_a_key(self) -> bool:
+        begun = UNFINISHED.fullmatch(self._rest) if len(self._rest) <= NAME_CHARS else None
+        if begun is None or self._form.marked:
+            return begun is not None
+        return any(key.startswith(begun["key"] or "") for key in KEYS)
+
+    def _member(self, found: list[Piece]) -> bool:
+        """Read a value; that of the arguments is passed on as it is written."""
+        piece = self._take(self._value.read(self._rest))
+        if self._key in ARGUMENTS and self._begun:
+            found += [("arguments", piece)] if piece else []
+        elif self._key in ARGUMENTS:
+            self._early += piece
+        elif self._key == "name" and not self._named:
+            self._name += piece
+        if not self._value.ended:
+            return False
+        if self._form.header is not None:
+            return self._end(found)
+        if self._key == "name" and not self._named:
+            try:
+                self._name = str(json.loads(self._name, strict=False))
+                self._name.encode()  # half a pair of surrogates is no text
+            except ValueError:
+                return self._no_call(found)
+            if not self._name:
+                return self._no_call(found)
+            self._named = True
+            if self._argued:
+                self._begin(found)
+        self._step = self._next_member
+        return True
+
+    def _begin(self, found: list[Piece]) -> None:
+        """Give the name of a call that is one for certain."""
+        if not self._begun:
+            self._begun, self._held, self._blank = True, "", ""
+            found.append(("name", self._name))
+            found += [("arguments", self._early)] if self._early else []
+
+    def _end(self, found: list[Piece]) -> bool:
+        """End a call; one that has no arguments has an empty object."""
+        found += [] if self._argued else [("arguments", "{}")]
+        self._forget()
+        self._step = self._after
+        return True
+
+    def _skipping(self, _found: list[Piece]) -> bool:
+        """Leave out what is written of a call after its JSON went wrong."""
+        places = [at + len(mark) for mark in self._form.closes if (at := self._rest.find(mark)) >= 0]
+        if places:
+            self._rest, self._step = self._rest[min(places) :], self._after
+            return True
+        kept = _begun(self._rest, self._form.closes) if self._form.closes else 0
+        self._rest = self._rest[len(self._rest) - kept :]
+        return False
+
+    def _after(self, _found: list[Piece]) -> bool:
+        """Leave out what may stand after a call."""
+        marks = (*self._form.closes, *self._form.begins)
+        self._rest = self._rest.lstrip(self._form.loose + " \t\r\n")
+        for mark in marks:
+            if self._rest.startswith(mark):
+                self._rest = self._rest[len(mark) :]
+                return True
+        if not self._rest or any(mark.startswith(self._rest) for mark in marks):
+            return False
+        self._step = self._outside
+        return True
+
+
+def _begun(text: str, marks: Iterable[str]) -> int:
+    """Return the length of the text's end with which a mark may begin."""
+    longest = max(map(len, marks))
+    ends = range(min(longest - 1, len(text)), 0, -1)
+    return next((size for size in ends if any(mark.startswith(text[-size:]) for mark in marks)), 0)

@@ -1,0 +1,331 @@
+"""Read thoughts and calls of tools out of an answer in one way, whether it is sent whole, streamed, or cut.
+
+vLLM reads an answer in one piece by other code than a streamed one. Of a call that was cut the one makes raw
+text, or a call with arguments that nobody wrote, and says `tool_calls`; the other closes what was open. Here
+an answer in one piece is its stream put together, and a call that was cut has what was written of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from vllm.entrypoints.generate.base.protocol import (
+    DeltaFunctionCall,
+    DeltaMessage,
+    DeltaToolCall,
+    ExtractedToolCallInformation,
+    FunctionCall,
+    ToolCall,
+)
+from vllm.parser.abstract_parser import DelegatingParser
+from vllm.parser.engine.adapters import ParserEngineToolAdapter
+from vllm.parser.engine.events import EventType, SemanticEvent
+from vllm.parser.engine.parser_engine_config import ParserState
+from vllm.parser.harmony import HarmonyParser, Segment
+from vllm.renderers.chat_utils import make_tool_call_id
+from vllm.tool_parsers.deepseekv3_tool_parser import DeepSeekV3ToolParser
+from vllm.tool_parsers.deepseekv31_tool_parser import DeepSeekV31ToolParser
+from vllm.tool_parsers.granite4_tool_parser import Granite4ToolParser
+from vllm.tool_parsers.hermes_tool_parser import Hermes2ProToolParser
+from vllm.tool_parsers.llama_tool_parser import Llama3JsonToolParser
+
+from baton.engines.vllm.calls import DEEPSEEK_V3, DEEPSEEK_V31, LLAMA, TAGGED, CallReader, Form, Piece
+from baton.engines.vllm.client import CURRENT_CALL
+
+FORMS: dict[type[Any], Form] = {
+    Hermes2ProToolParser: TAGGED,
+    Granite4ToolParser: TAGGED,
+    Llama3JsonToolParser: LLAMA,
+    DeepSeekV3ToolParser: DEEPSEEK_V3,
+    DeepSeekV31ToolParser: DEEPSEEK_V31,
+}
+"""Parsers of vLLM's whose place is taken here, and what each reads."""
+HANDLERS = (
+    *("openai_serving_chat", "anthropic_serving_messages", "openai_serving_responses"),
+    "serving_tokenization",
+)
+"""vLLM's handlers that have parsers, or a renderer that has one."""
+CALLED, STOPPED = '"finish_reason":"tool_calls"', '"finish_reason":"stop"'
+"""How an event says why an answer ended."""
+UNCLOSED = frozenset({ParserState.TOOL_PREAMBLE, ParserState.TOOL_NAME, ParserState.TOOL_ARGS})
+"""States of vLLM's engine of parsers in which a call has begun, and is not complete."""
+
+
+class WrittenCalls:
+    """The part of a parser of vLLM's that reads calls; the rest is the parser's whose place it takes.
+
+    Attributes:
+        form: how the calls are written.
+        cut: whether the answer was cut; set before it ends.
+    """
+
+    form: Form
+    engine_based_streaming = True
+    cut = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._reader = CallReader(self.form)
+        self._calls = 0
+
+    def extract_tool_calls_streaming(
+        self,
+        previous_text: str,
+        current_text: str,
+        delta_text: str,
+        previous_token_ids: Sequence[int],
+        current_token_ids: Sequence[int],
+        delta_token_ids: Sequence[int],
+        request: Any,
+    ) -> DeltaMessage | None:
+        """Read the next piece of an answer."""
+        if request.tool_choice == "none" or not request.tools:
+            return DeltaMessage(content=delta_text) if delta_text else None
+        return self._delta(self._reader.feed(delta_text))
+
+    def finish_streaming(self) -> DeltaMessage | None:
+        """Read the end of an answer."""
+        return self._delta(self._reader.finish(cut=self.cut))
+
+    @property
+    def inside(self) -> bool:
+        """Whether a call has begun that is not complete."""
+        return self._reader.open
+
+    def _delta(self, pieces: Sequence[Piece]) -> DeltaMessage | None:
+        text = "".join(piece for kind, piece in pieces if kind == "text")
+        calls: dict[int, DeltaToolCall] = {}
+        for kind, piece in pieces:
+            if kind == "name":
+                call = DeltaToolCall(
+                    index=self._calls,
+                    id=make_tool_call_id(),
+                    type="function",
+                    function=DeltaFunctionCall(name=piece),
+                )
+                self._calls, calls[self._calls] = self._calls + 1, call
+            elif kind == "arguments":
+                last = self._calls - 1
+                function = calls.setdefault(
+                    last, DeltaToolCall(index=last, function=DeltaFunctionCall())
+                ).function
+                function.arguments = (function.arguments or "") + piece
+        return DeltaMessage(content=text or None, tool_calls=list(calls.values())) if text or calls else None
+
+    def extract_tool_calls(self, model_output: str, request: Any) -> ExtractedToolCallInformation:
+        """Read an answer in one piece, as vLLM's own parsers can."""
+        reader = CallReader(self.form)
+        pieces = [*reader.feed(model_output), *reader.finish(cut=False)]
+        calls = list[FunctionCall]()
+        for kind, piece in pieces:
+            if kind == "name":
+                calls.append(FunctionCall(name=piece, arguments=""))
+            elif kind == "arguments":
+                calls[-1].arguments += piece
+        text = "".join(piece for kind, piece in pieces if kind == "text")
+        return ExtractedToolCallInformation(
+            tools_called=bool(calls),
+            tool_calls=[ToolCall(function=call) for call in calls],
+            content=text or None,
+        )
+
+
+def mend(state: Any) -> None:
+    """Mend the parsers of vLLM's handlers, and what chats say of an answer that was cut.
+
+    Args:
+        state: what vLLM's factory made.
+    """
+    made: dict[type[Any], type[Any]] = {}
+    for name in HANDLERS:
+        serving = getattr(state, name, None)
+        renderer = getattr(serving, "online_renderer", None)
+        for holder, attribute in ((serving, "parser_cls"), (serving, "parser"), (renderer, "parser")):
+            parser = getattr(holder, attribute, None)
+            if isinstance(parser, type) and parser not in made.values():
+                setattr(holder, attribute, made.setdefault(parser, mended(parser)))
+        if hasattr(serving, "chat_completion_full_generator"):
+            serving.chat_completion_full_generator = _telling_cuts(serving.chat_completion_full_generator)
+            serving.chat_completion_stream_generator = _telling_stops(
+                serving.chat_completion_stream_generator
+            )
+
+
+def mended(parser: type[Any]) -> type[Any]:
+    """Make a parser that reads whole and streamed answers alike of one of vLLM's.
+
+    One that vLLM has for a single family, with code of its own for whole answers, stays as it is.
+    """
+    if parser is HarmonyParser:
+        return _Harmony
+    if parser.parse is not DelegatingParser.parse or parser.parse_delta is not DelegatingParser.parse_delta:
+        return parser
+
+    class Mended(parser):  # type: ignore[misc]  # known at run time only
+        tool_parser_cls = _reading_json(parser.tool_parser_cls)
+
+        def set_prompt_token_ids(self, prompt_token_ids: Sequence[int]) -> None:
+            super().set_prompt_token_ids(prompt_token_ids)
+            self._prompt = list(prompt_token_ids)
+
+        def parse(
+            self,
+            model_output: str,
+            request: Any,
+            enable_auto_tools: bool = False,
+            model_output_token_ids: Sequence[int] = (),
+        ) -> tuple[str | None, str | None, list[FunctionCall] | None]:
+            if not isinstance(self._tool_parser, WrittenCalls | ParserEngineToolAdapter):
+                return super().parse(  # type: ignore[no-any-return]
+                    model_output, request, enable_auto_tools, model_output_token_ids
+                )
+            ids, prompt = list(model_output_token_ids), getattr(self, "_prompt", [])
+            return _whole(self.parse_delta(model_output, ids, request, prompt, finished=True))
+
+        def parse_delta(
+            self,
+            delta_text: str,
+            delta_token_ids: list[int],
+            request: Any,
+            prompt_token_ids: list[int] | None = None,
+            *,
+            finished: bool,
+        ) -> DeltaMessage | None:
+            unclosed = _Unclosed(self._tool_parser) if finished and _was_cut() else None
+            delta: DeltaMessage | None = super().parse_delta(
+                delta_text, delta_token_ids, request, prompt_token_ids, finished=finished
+            )
+            return delta if unclosed is None else unclosed.complete(delta)
+
+    Mended.__name__ = parser.__name__
+    return Mended
+
+
+def _reading_json(tool_parser: type[Any] | None) -> type[Any] | None:
+    """Return the parser that takes the place of one of vLLM's: itself, where calls are no JSON."""
+    form = FORMS.get(tool_parser) if tool_parser is not None else None
+    if form is None or tool_parser is None:
+        return tool_parser
+    kept = {"form": form, "structural_tag_model": tool_parser.structural_tag_model or "hermes"}
+    made = type(tool_parser.__name__, (WrittenCalls, tool_parser), kept)
+    # vLLM reads the calls itself where VLLM_ENFORCE_STRICT_TOOL_CALLING is off and a call is required.
+    return tool_parser if made.supports_required_and_named else made  # type: ignore[attr-defined]
+
+
+def _was_cut() -> bool:
+    call = CURRENT_CALL.get(None)
+    return call is not None and call.cut
+
+
+def _is_unclosed() -> bool:
+    call = CURRENT_CALL.get(None)
+    return call is not None and call.unclosed
+
+
+def _whole(delta: DeltaMessage | None) -> tuple[str | None, str | None, list[FunctionCall] | None]:
+    """Return thoughts, text and calls of a stream that came in one piece."""
+    delta = delta or DeltaMessage()
+    found: dict[int, FunctionCall] = {}
+    for part in delta.tool_calls:
+        function = part.function or DeltaFunctionCall()
+        call = found.setdefault(part.index, FunctionCall(id=part.id, name=function.name or "", arguments=""))
+        call.arguments += function.arguments or ""
+    return delta.reasoning, delta.content, list(found.values()) or None
+
+
+class _Harmony(HarmonyParser):
+    """gpt-oss's parser that reads whole answers as streams, and leaves out a header that was cut."""
+
+    def parse(
+        self,
+        model_output: str,
+        request: Any,
+        enable_auto_tools: bool = False,
+        model_output_token_ids: Sequence[int] = (),
+    ) -> tuple[str | None, str | None, list[FunctionCall] | None]:
+        ids = list(model_output_token_ids)
+        return _whole(self.parse_delta(model_output, ids, request, finished=True))
+
+    def flush(self) -> list[Segment]:
+        segments = super().flush()
+        raw = any(segment.delta for segment in segments)  # where it does not know what the tokens are
+        return [] if raw and _was_cut() else segments
+
+
+class _Unclosed:
+    """Has a parser of vLLM's engine of parsers end at a cut without closing the call in which it stands.
+
+    vLLM ends such a call as if it were complete: a name that was cut becomes a name, and what was written of
+    the arguments becomes whole JSON.
+    """
+
+    def __init__(self, tool_parser: Any) -> None:
+        self._tool_parser, self._engine = tool_parser, None
+        self._inside = False
+        if isinstance(tool_parser, WrittenCalls):
+            tool_parser.cut = True
+        elif isinstance(tool_parser, ParserEngineToolAdapter):
+            self._engine = tool_parser._parser_engine
+            self._close, self._engine._engine.finish = self._engine._engine.finish, self._finish
+
+    def _finish(self) -> list[SemanticEvent]:
+        """Do what the engine does at its end, but for the end of a call."""
+        states = self._engine._engine
+        found: list[SemanticEvent] = states._process_scanner_items(states._scanner.flush_pending())
+        found.extend(states._process_lex_tokens(states._lexer.flush()))
+        if states.state not in UNCLOSED:
+            return [*found, *self._close()]
+        between = states.config.tool_call_body_array and not states._array_in_element
+        self._inside, states.state = states.tool_index >= 0 and not between, ParserState.CONTENT
+        if left := states._args_buffer:
+            states._args_buffer = ""
+            found.append(SemanticEvent(EventType.ARG_VALUE_CHUNK, value=left, tool_index=states.tool_index))
+        return found
+
+    def complete(self, delta: DeltaMessage | None) -> DeltaMessage | None:
+        """Add the arguments that were written, and not sent: the engine waits for what bears structure."""
+        inside = self._inside or (isinstance(self._tool_parser, WrittenCalls) and self._tool_parser.inside)
+        if inside and (call := CURRENT_CALL.get(None)) is not None:
+            call.unclosed = True
+        slots = self._engine._tool_slots if self._inside else ()
+        if not slots or not slots[-1].name_sent or self._engine._arg_converter is None:
+            return delta
+        last, structure = len(slots) - 1, "".join(self._engine._arg_structural_chars or ())
+        if written := self._engine._compute_arg_delta(last, structure):
+            delta = delta or DeltaMessage()
+            delta.tool_calls = [
+                *delta.tool_calls,
+                DeltaToolCall(index=last, function=DeltaFunctionCall(arguments=written)),
+            ]
+        return delta
+
+
+def _telling_cuts(generate: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """Have a whole chat say how its answer ended: vLLM says `tool_calls` of one that was cut."""
+
+    async def told(*args: Any, **kwargs: Any) -> Any:
+        answer, call = await generate(*args, **kwargs), CURRENT_CALL.get(None)
+        for choice in getattr(answer, "choices", ()):
+            reason = call.ended.get(choice.index, "stop") if call is not None else "stop"
+            if choice.finish_reason == "tool_calls" and (reason != "stop" or _is_unclosed()):
+                choice.finish_reason = reason
+        return answer
+
+    return told
+
+
+def _telling_stops(generate: Callable[..., AsyncGenerator[str, None]]) -> Callable[..., AsyncIterator[str]]:
+    """Have a streamed chat say `stop` where a stop string ended it within a call: vLLM says `tool_calls`."""
+
+    async def told(events: AsyncGenerator[str, None]) -> AsyncIterator[str]:
+        async with aclosing(events):
+            async for event in events:
+                yield event.replace(CALLED, STOPPED) if _is_unclosed() else event
+
+    def generated(request: Any, *args: Any, **kwargs: Any) -> AsyncIterator[str]:
+        events = generate(request, *args, **kwargs)
+        return told(events) if request.tools and request.stop else events
+
+    return generated
