@@ -48,6 +48,10 @@ OURS = frozenset({"kv_transfer_params"})
 """What `extra_args` may hold: others' may be read by a logits processor that counts tokens."""
 
 
+MOST_MOVES = 2
+"""Times that a request may go on: one under which a third engine is lost is taken to be the cause."""
+
+
 class Streams:
     """Generating requests of one vLLM client.
 
@@ -100,13 +104,13 @@ class Streams:
             EngineDeadError: the core was lost, and the request cannot go on, or no engine came in time.
             EngineGenerateError: vLLM failed otherwise.
         """
-        at, queue = self, None
+        at, queue, moves = self, None, 0
         try:
             while queue is None:
                 try:
                     queue = await at.client.add_request(request_id, prompt, params, **options)
                 except EngineDeadError:
-                    at = await at._next()
+                    at, moves = await at._next(moves), moves + 1
                     resumed()
             finished = False
             while not finished:
@@ -117,7 +121,8 @@ class Streams:
                     if unread is not None and unread.finished:
                         yield unread
                         return
-                    at, queue = await at._move(queue, transfer, tag)
+                    at, queue = await at._move(queue, moves, transfer, tag)
+                    moves += 1
                     resumed()
                     if unread is not None:
                         yield unread
@@ -141,14 +146,14 @@ class Streams:
             if queue is not None:
                 at._forget(queue, params.n)
 
-    async def _next(self) -> Streams:
-        if (found := await self._find()) is None:
+    async def _next(self, moves: int) -> Streams:
+        if moves >= MOST_MOVES or (found := await self._find()) is None:
             raise EngineDeadError()
         self._resumed()
         return found
 
     async def _move(
-        self, queue: RequestOutputCollector, transfer: TransferRequest | None, tag: str
+        self, queue: RequestOutputCollector, moves: int, transfer: TransferRequest | None, tag: str
     ) -> tuple[Streams, RequestOutputCollector]:
         """Hand the states of a request, one for each of its answers, to the engine that goes on with it."""
         states = [
@@ -162,7 +167,7 @@ class Streams:
                 raise EngineDeadError()
         if not states:
             raise EngineDeadError()
-        found = await self._next()
+        found = await self._next(moves)
         if transfer is not None and transfer.moves_kv:
             found._expect(tag, transfer)
         moved = RequestOutputCollector(states[0].output_kind, queue.request_id)
