@@ -235,7 +235,7 @@ def gateway(family: Family, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         encode = speaking_harmony(folder, vocabulary)
     else:
         speaking(folder, family.tokens)
-    with run_scripted(folder, encode=encode, **family.serving) as running:
+    with run_scripted(model=folder, encode=encode, **family.serving) as running:
         yield running
 
 

@@ -82,7 +82,7 @@ def run_writing(writes: Callable[[str], str]) -> Iterator[ScriptedGateway]:
     """
     args = {"max_model_len": CONTEXT, "hf_overrides": {"max_position_embeddings": CONTEXT}}
     serving = {"chat_template": SMOLLM2_TEMPLATE, "tool_call_parser": "hermes"}
-    with run_scripted(("claude-*", "gpt-*"), args, **serving) as gateway:
+    with run_scripted(("claude-*", "gpt-*"), args=args, **serving) as gateway:
         gateway.engine.client.longest = 1024
         gateway.engine.client.writes = writes
         yield gateway

@@ -9,7 +9,7 @@ import base64
 import json
 import shutil
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -175,6 +175,26 @@ class ScriptedClient:
         return steps
 
 
+class ScriptedStreams:
+    """Streams of a client that loses no core."""
+
+    def __init__(self, client: ScriptedClient) -> None:
+        self._client = client
+
+    def generate(
+        self,
+        prompt: Any,
+        params: Any,
+        request_id: str,
+        *,
+        transfer: Any,
+        tag: str,
+        resumed: Any,
+        **options: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        return self._client.generate(prompt, params, request_id, **options)
+
+
 class ScriptedEngine(VllmEngine):
     """A vLLM engine without a model.
 
@@ -189,6 +209,9 @@ class ScriptedEngine(VllmEngine):
         self._running = await self._build(self.client, report)  # type: ignore[arg-type]  # stands for vLLM's
         self._cards = await self._running.serving.cards()
         self._state = EngineState.READY
+
+    def _streams_of(self, client: Any) -> Any:
+        return ScriptedStreams(client)
 
     async def call(
         self,

@@ -641,6 +641,13 @@ class SupervisionSettings(Frozen):
         1.0, ge=0, description="Seconds before the second restart in a row, doubled for each one after it."
     )
     backoff_max_s: float = Field(60.0, ge=0, description="Longest wait before a restart, in seconds.")
+    resume_s: float = Field(
+        30.0,
+        ge=0,
+        le=3600,
+        description="Seconds that a request whose engine was lost waits for another of the same weights, or "
+        "for its own to be back; there it goes on where it was. 0: it fails.",
+    )
 
 
 class EdgeSettings(Frozen):

@@ -68,6 +68,8 @@ class RequestContext:
     take_memory: Callable[[int], None] = lambda _size: None
 
 
+RESUMED_HEADER = "X-Baton-Resumed"
+"""Header of an answer whose engine was lost before it began: how often it went on at another or a new one."""
 CUT_HEADER = "X-Baton-Max-Tokens"
 """Header of an answer whose limit was above what its prompt leaves of the context: the limit that held."""
 

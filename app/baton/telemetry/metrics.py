@@ -560,7 +560,7 @@ class HandoffMetrics:
 
 
 class TransferMetrics:
-    """The series of one engine's loads and saves, as its connector reports them."""
+    """The series of one engine's loads and saves, as its connector reports them, and of what went on."""
 
     def __init__(self, registry: CollectorRegistry, engine: str) -> None:
         self._engine = engine
@@ -611,6 +611,18 @@ class TransferMetrics:
             registry=registry,
         )
         self._encoded.labels(engine)
+
+        self._resumed = Counter(
+            "baton_requests_resumed_total",
+            "Requests that went on, at another engine or at this one, after this engine was lost under them.",
+            ("engine",),
+            registry=registry,
+        )
+        self._resumed.labels(engine)
+
+    def resumed(self) -> None:
+        """Count a request that went on after its engine was lost."""
+        self._resumed.labels(self._engine).inc()
 
     def encoded(self, images: int) -> None:
         """Count images that the model's encoder ran for, as they were neither cached nor loaded."""

@@ -70,9 +70,12 @@ def build_fleet(
             transfer=transfer_config(settings) if engine.handoff else None,
             gpu_share=shares.get(engine.name),
             last_words=last_words,
+            resume_s=settings.supervision.resume_s,
         )
         for engine in settings.own_engines
     ]
+    for each in engines:
+        each.peers = [other for other in engines if other is not each and other.says_the_same(each)]
     _log_dtypes(settings, models)
     return Fleet(
         [*engines, *remote],

@@ -29,8 +29,8 @@ from baton.engines.vllm.errors import translate
 from baton.engines.vllm.images import Sent, hashes_of, image_positions, stray_placeholders
 from baton.errors import BatonError, ContextTooLong, GenerationFailed, InvalidRequest, Unprocessable
 from baton.images.image import PlacedImage
-from baton.telemetry.ids import CUT_HEADER, UNHELD_HEADER, RequestContext
-from baton_kv.contract import transfer_params
+from baton.telemetry.ids import CUT_HEADER, RESUMED_HEADER, UNHELD_HEADER, RequestContext
+from baton_kv.contract import PARAMS_KEY, transfer_params
 
 if TYPE_CHECKING:
     from vllm.logprobs import Logprob
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from baton.engines.vllm.custom_tools import InputGrammar
     from baton.engines.vllm.images import ImagePrompts
+    from baton.engines.vllm.resume import Streams
 
 
 AT_ONCE = 64
@@ -330,12 +331,16 @@ class WatchedClient:
 
     Args:
         engine: vLLM's client.
+        streams: generates with it, and goes on elsewhere where its core is lost.
         images: puts images into prompts of token ids.
         audited_tokens: see `Call.audited_tokens`.
     """
 
-    def __init__(self, engine: AsyncLLM, images: ImagePrompts, audited_tokens: int = 0) -> None:
+    def __init__(
+        self, engine: AsyncLLM, streams: Streams, images: ImagePrompts, audited_tokens: int = 0
+    ) -> None:
         self._engine = engine
+        self._streams = streams
         self._images = images
         self._audited_tokens = audited_tokens
 
@@ -367,15 +372,13 @@ class WatchedClient:
         saves = transfer is not None and transfer is call.transfer and transfer.saves_answer
         text = self._answer_text(sampling_params) if saves else None
         if transfer is not None and transfer.images:
-            outputs = self._generate_with_images(
-                call, transfer.images, prompt, sampling_params, *args, **kwargs
-            )
+            outputs = self._generate_with_images(call, transfer, prompt, sampling_params, *args, **kwargs)
             outputs = _after_trial(call, sampling_params, outputs)
             sent = self._sent([each.image.digest for each in transfer.images])
             return call.watch(outputs, sent, transfer, text)
         _require_read_images(call, prompt)
         _refuse_image_placeholders(call, prompt)
-        outputs = self._engine.generate(salted(prompt, call.salt), sampling_params, *args, **kwargs)
+        outputs = self._stream(call, transfer, salted(prompt, call.salt), sampling_params, *args, **kwargs)
         outputs = _after_trial(call, sampling_params, outputs)
         return call.watch(outputs, self._sent(hashes_of(prompt)), transfer, text)
 
@@ -418,13 +421,34 @@ class WatchedClient:
         shown = not params.skip_special_tokens or config.model_type == "gpt_oss"
         return AnswerText(tokenizer, frozenset() if shown else special_tokens(tokenizer), params)
 
+    def _stream(
+        self,
+        call: Call,
+        transfer: TransferRequest | None,
+        prompt: Any,
+        params: SamplingParams,
+        request_id: str,
+        **options: Any,
+    ) -> AsyncGenerator[Any, None]:
+        extra = params.extra_args or {}
+        tag = extra.get("kv_transfer_params", {}).get(PARAMS_KEY, {}).get("tag", "")
+
+        def resumed() -> None:
+            headers = call.context.answer_headers
+            headers[RESUMED_HEADER] = str(int(headers.get(RESUMED_HEADER, 0)) + 1)
+
+        return self._streams.generate(
+            prompt, params, request_id, transfer=transfer, tag=tag, resumed=resumed, **options
+        )
+
     async def _generate_with_images(
-        self, call: Call, images: Sequence[PlacedImage], prompt: Any, *args: Any, **kwargs: Any
+        self, call: Call, transfer: TransferRequest, prompt: Any, *args: Any, **kwargs: Any
     ) -> AsyncGenerator[Any, None]:
         """Generate from a prompt of token ids that holds images."""
-        prompt = await self._images.add(prompt, images)
+        prompt = await self._images.add(prompt, transfer.images)
         _refuse_image_placeholders(call, prompt)
-        async with aclosing(self._engine.generate(salted(prompt, call.salt), *args, **kwargs)) as outputs:
+        stream = self._stream(call, transfer, salted(prompt, call.salt), *args, **kwargs)
+        async with aclosing(stream) as outputs:
             async for output in outputs:
                 yield output
 

@@ -17,7 +17,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from baton.admission.fair_threads import in_own_thread
 from baton.config.groups import EngineSettings
 from baton.engines.backend import EngineState, ImageInput, Json, Operation, Reply, Report, unsupported
-from baton.engines.engine import Plugin
+from baton.engines.engine import LOOK_EVERY_S, Plugin
 from baton.engines.scrub import scrub
 from baton.engines.transfers import Throughput, TransferChooser, TransferRequest, TransferWatch
 from baton.engines.vllm import arguments, handlers
@@ -40,6 +40,7 @@ from baton.engines.vllm.handlers import (
 )
 from baton.engines.vllm.images import ImagePrompts, confirm_before_reuse, image_input
 from baton.engines.vllm.plugins import chosen_plugin, close_plugin, encode_prompt, make_plugin, plugin_params
+from baton.engines.vllm.resume import Streams
 from baton.engines.vllm.series import EngineSeries, StepListeners
 from baton.errors import (
     EngineUnavailable,
@@ -52,6 +53,8 @@ from baton.models.store import identity
 from baton.telemetry.ids import RequestContext
 from baton.telemetry.metrics import TransferMetrics
 
+PACE_ARGS = frozenset({"max_num_seqs", "max_num_batched_tokens", "enforce_eager", "gpu_memory_utilization"})
+"""Arguments of an engine that change how fast it answers, and not what."""
 NO_HANDOFFS = "it is configured without `handoff`, or with a `worker_extension_cls` of its own"
 
 
@@ -139,6 +142,7 @@ class Running:
 
     Attributes:
         client: the engine's client.
+        streams: generates with it.
         serving: vLLM's serving handlers around it.
         image_prompts: puts placeholder tokens of images into prompts.
         plugin: the IO processor plugin that answers `/pooling`; None: vLLM does.
@@ -146,6 +150,7 @@ class Running:
     """
 
     client: AsyncLLM
+    streams: Streams
     serving: handlers.Handlers
     image_prompts: ImagePrompts
     plugin: Plugin | None
@@ -160,6 +165,10 @@ class VllmEngine:
         transfer: vLLM's KV transfer config; None: the engine is configured without `handoff`.
         gpu_share: share of its GPUs' memory; None: vLLM's default.
         last_words: returns the cause that a dead engine process printed, if one can be found.
+        resume_s: seconds that a request waits for an engine to go on at once this one is lost; 0: it fails.
+
+    Attributes:
+        peers: engines of the same weights and arguments, at which requests may go on.
     """
 
     def __init__(
@@ -172,7 +181,10 @@ class VllmEngine:
         transfer: Json | None = None,
         gpu_share: float | None = None,
         last_words: Callable[[], str | None] = lambda: None,
+        resume_s: float = 0,
     ) -> None:
+        self._resume_s = resume_s
+        self.peers: Sequence[VllmEngine] = ()
         self._settings = settings
         self.name, self.aliases, self.default = settings.name, settings.aliases, settings.default
         self.generates, self.supports_handoffs = settings.runner == "generate", settings.handoff
@@ -334,9 +346,38 @@ class VllmEngine:
             )
             self._opened.push_async_callback(close_plugin, plugin)
         image_prompts = ImagePrompts(client, self.name)
-        watched = WatchedClient(client, image_prompts, audited_tokens(client))
+        streams = self._streams_of(client)
+        watched = WatchedClient(client, streams, image_prompts, audited_tokens(client))
         serving = await handlers.Handlers.build(watched, self._namespace, plugin=plugin is not None)
-        return Running(client, serving, image_prompts, plugin, special_tokens(client.renderer.tokenizer))
+        special = special_tokens(client.renderer.tokenizer)
+        return Running(client, streams, serving, image_prompts, plugin, special)
+
+    def _streams_of(self, client: AsyncLLM) -> Streams:
+        return Streams(client, self._find_again, self._watch.add, self._transfers.resumed)
+
+    def says_the_same(self, other: VllmEngine) -> bool:
+        """Whether a request of another engine can go on here: same weights, same arguments, same handoffs."""
+        mine, theirs = (
+            (
+                engine.weights,
+                engine._settings.runner,
+                engine._settings.handoff,
+                engine._settings.latent,
+                {name: value for name, value in engine._settings.args.items() if name not in PACE_ARGS},
+            )
+            for engine in (self, other)
+        )
+        return mine == theirs
+
+    async def _find_again(self) -> Streams | None:
+        """Wait until this engine, or one like it, is ready to go on with requests that it was lost under."""
+        deadline = time.monotonic() + self._resume_s
+        while time.monotonic() < deadline:
+            for engine in (*self.peers, self):
+                if engine.state is EngineState.READY and engine._running is not None:
+                    return engine._running.streams
+            await asyncio.sleep(LOOK_EVERY_S)
+        return None
 
     async def _warm_up(self, running: Running) -> None:
         for operation, body in WARM_UPS:

@@ -48,6 +48,7 @@ from vllm.entrypoints.serve.tokenize.protocol import (
 )
 from vllm.renderers import merge_kwargs
 from vllm.tasks import POOLING_TASKS
+from vllm.utils.mistral import is_mistral_tokenizer
 
 from baton.engines.backend import Json, Operation, Reply, StreamReply, WholeReply
 from baton.engines.transfers import TransferRequest
@@ -455,9 +456,7 @@ class Handlers:
         # The wrapper answers everything an EngineClient does.
         await init_app_state(client, state, namespace, tasks)
         if (messages := getattr(state, "anthropic_serving_messages", None)) is not None:
-            messages.messages_full_converter = _as_anthropic(
-                _with_any_arguments(messages.messages_full_converter)
-            )
+            messages.messages_full_converter = _as_anthropic(messages.messages_full_converter)
         mend(state)
         models = state.openai_serving_models
         models.model_name = _as_asked(models.model_name)

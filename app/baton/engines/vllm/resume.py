@@ -1,0 +1,251 @@
+"""Let a request go on whose engine was lost: at another of the same weights, or at its own once it is back.
+
+What a request has said is known in vLLM's front end: its `RequestState` holds the detokenizer, the log
+probabilities, what is held back for stop strings. None of it is lost with an engine's core. So the state
+moves into the front end of the engine that goes on, whose core gets the same request with what was said
+behind its prompt. vLLM's handlers and parsers see one stream of outputs that goes on.
+
+Before its first token every request may begin anew. Later a greedy one goes on with the very tokens that it
+would have had, a sampled one with a valid sample, as does a seeded one, with other random numbers. What a
+core knows beside the tokens is lost: requests that need it end as they would without this, see `hindrance`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from copy import copy
+from typing import TYPE_CHECKING, Any
+
+import structlog
+from vllm.exceptions import GracefulHTTPError, VLLMClientError
+from vllm.outputs import STREAM_FINISHED, RequestOutput
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.engine.output_processor import RequestOutputCollector, RequestState
+
+from baton.engines.transfers import TransferRequest
+
+if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+log = structlog.get_logger("baton.engine")
+
+STATELESS: dict[str, Any] = {
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "structured_outputs": None,
+    "bad_words": (None, []),
+    "thinking_token_budget": None,
+    "repetition_detection": None,
+    "trace_decode_token_ids": None,
+    "watermarking": (None, False),
+}
+"""Sampling parameters whose effect depends on what was said, and the values that have none."""
+OURS = frozenset({"kv_transfer_params"})
+"""What `extra_args` may hold: others' may be read by a logits processor that counts tokens."""
+
+
+MOST_MOVES = 2
+"""Times that a request may go on: one under which a third engine is lost is taken to be the cause."""
+
+
+class Streams:
+    """Generating requests of one vLLM client.
+
+    Args:
+        client: the client; what it sends its core, and how it tells of its core's end, is noted from now on.
+        find: waits for the streams of an engine that may go on with these, which may be of the same engine;
+            None: none came in time.
+        expect: called with the tag and the transfer of a request that goes on here.
+        resumed: called for each request that went on elsewhere.
+    """
+
+    def __init__(
+        self,
+        client: AsyncLLM,
+        find: Callable[[], Awaitable[Streams | None]],
+        expect: Callable[[str, TransferRequest], None],
+        resumed: Callable[[], None],
+    ) -> None:
+        self.client = client
+        self._find = find
+        self._expect = expect
+        self._resumed = resumed
+        self._sent: dict[str, EngineCoreRequest] = {}
+        self._unread: dict[RequestOutputCollector, RequestOutput] = {}
+        core, processor = client.engine_core, client.output_processor
+        self._send, self._propagate = core.add_request_async, processor.propagate_error
+        core.add_request_async = self._note_and_send
+        processor.propagate_error = self._keep_unread
+
+    async def generate(
+        self,
+        prompt: Any,
+        params: SamplingParams,
+        request_id: str,
+        *,
+        transfer: TransferRequest | None = None,
+        tag: str = "",
+        resumed: Callable[[], None] = lambda: None,
+        **options: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Generate as `AsyncLLM.generate`, and go on elsewhere if the core is lost.
+
+        Args:
+            transfer: what the request loads and saves.
+            tag: id of reports about it.
+            resumed: called each time that it goes on.
+            options: as of `AsyncLLM.generate`.
+
+        Raises:
+            EngineDeadError: the core was lost, and the request cannot go on, or no engine came in time.
+            EngineGenerateError: vLLM failed otherwise.
+        """
+        at, queue, moves = self, None, 0
+        try:
+            while queue is None:
+                try:
+                    queue = await at.client.add_request(request_id, prompt, params, **options)
+                except EngineDeadError:
+                    at, moves = await at._next(moves), moves + 1
+                    resumed()
+            finished = False
+            while not finished:
+                try:
+                    output = queue.get_nowait() or await queue.get()
+                except EngineDeadError:
+                    unread = at._unread.pop(queue, None)
+                    if unread is not None and unread.finished:
+                        yield unread
+                        return
+                    at, queue = await at._move(queue, moves, transfer, tag)
+                    moves += 1
+                    resumed()
+                    if unread is not None:
+                        yield unread
+                    continue
+                assert isinstance(output, RequestOutput)
+                finished = output.finished
+                if output is not STREAM_FINISHED:
+                    yield output
+        except (asyncio.CancelledError, GeneratorExit):
+            if queue is not None:
+                with contextlib.suppress(EngineDeadError):  # then there is nothing to abort
+                    await at.client.abort(queue.request_id, internal=True)
+            raise
+        except (EngineDeadError, VLLMClientError, GracefulHTTPError):
+            raise
+        except Exception as error:
+            if queue is not None:
+                await at.client.abort(queue.request_id, internal=True)
+            raise EngineGenerateError() from error
+        finally:
+            if queue is not None:
+                at._forget(queue, params.n)
+
+    async def _next(self, moves: int) -> Streams:
+        if moves >= MOST_MOVES or (found := await self._find()) is None:
+            raise EngineDeadError()
+        self._resumed()
+        return found
+
+    async def _move(
+        self, queue: RequestOutputCollector, moves: int, transfer: TransferRequest | None, tag: str
+    ) -> tuple[Streams, RequestOutputCollector]:
+        """Hand the states of a request, one for each of its answers, to the engine that goes on with it."""
+        states = [
+            state for state in self.client.output_processor.request_states.values() if state.queue is queue
+        ]
+        requests = [self._sent.get(state.request_id) for state in states]
+        for state, request in zip(states, requests, strict=True):
+            why = "it was never sent" if request is None else hindrance(request, state, transfer)
+            if why is not None:
+                log.warning("request_not_resumed", request_id=tag or None, reason=why)
+                raise EngineDeadError()
+        if not states:
+            raise EngineDeadError()
+        found = await self._next(moves)
+        if transfer is not None and transfer.moves_kv:
+            found._expect(tag, transfer)
+        moved = RequestOutputCollector(states[0].output_kind, queue.request_id)
+        for state in states:
+            self.client.output_processor.request_states.pop(state.request_id, None)
+            found._adopt(state, moved)
+        for state, request in zip(states, requests, strict=True):
+            assert request is not None
+            found._sent[state.request_id] = request  # whole: it may have to move once more
+            await found._send(continued(request, state))
+        return found, moved
+
+    def _adopt(self, state: RequestState, queue: RequestOutputCollector) -> None:
+        processor = self.client.output_processor
+        state.queue = queue
+        processor.request_states[state.request_id] = state
+        processor.external_req_ids[state.external_req_id].append(state.request_id)
+        if state.parent_req is not None:
+            processor.parent_requests[state.parent_req.request_id] = state.parent_req
+        self.client._run_output_handler()
+
+    async def _note_and_send(self, request: EngineCoreRequest) -> None:
+        self._sent[request.request_id] = request
+        await self._send(request)
+
+    def _keep_unread(self, error: Exception) -> None:
+        """Keep the outputs that nobody has read yet: vLLM puts the error into their place."""
+        for state in self.client.output_processor.request_states.values():
+            if state.queue is not None and isinstance(state.queue.output, RequestOutput):
+                self._unread[state.queue] = state.queue.output
+        self._propagate(error)
+
+    def _forget(self, queue: RequestOutputCollector, answers: int) -> None:
+        queue.close()
+        self._unread.pop(queue, None)
+        for number in range(answers):
+            self._sent.pop(f"{number}_{queue.request_id}", None)  # as `ParentRequest` names them
+        self._sent.pop(queue.request_id, None)
+
+
+def hindrance(
+    request: EngineCoreRequest, state: RequestState, transfer: TransferRequest | None
+) -> str | None:
+    """Return why a request cannot go on at another core; None: it can."""
+    params, detokenizer = request.sampling_params, state.detokenizer
+    if params is None or detokenizer is None or request.prompt_token_ids is None:
+        return "its prompt has no token ids"
+    if request.mm_features:
+        return "its prompt holds images"
+    if not detokenizer.output_token_ids:
+        return None  # it begins anew
+    for name, harmless in STATELESS.items():
+        if getattr(params, name) not in (harmless if isinstance(harmless, tuple) else (harmless,)):
+            return f"`{name}` depends on what was said"
+    if not OURS.issuperset(params.extra_args or ()):
+        return "`vllm_xargs` may depend on what was said"
+    if transfer is not None and (
+        transfer.prompt_only or transfer.moved or transfer.mixture or transfer.latent_steps
+    ):
+        return "its handoff is of the prompt alone, or of KV that was moved or thought"
+    return None
+
+
+def continued(request: EngineCoreRequest, state: RequestState) -> EngineCoreRequest:
+    """Make the request that goes on behind what was said."""
+    assert request.sampling_params is not None
+    assert request.prompt_token_ids is not None
+    assert state.detokenizer is not None
+    said = list(state.detokenizer.output_token_ids)
+    rest = copy(request)
+    if not said:
+        return rest
+    params = request.sampling_params.clone()
+    if params.max_tokens is not None:
+        params.max_tokens -= len(said)
+    params.min_tokens = max(0, params.min_tokens - len(said))
+    params.prompt_logprobs = params.prompt_logprob_token_ids = None
+    if params.seed is not None:
+        params.seed += len(said)  # with the same one the random numbers of the beginning would come again
+    rest.prompt_token_ids, rest.sampling_params = [*request.prompt_token_ids, *said], params
+    return rest
