@@ -28,7 +28,6 @@ from baton.engines.transfers import TransferChooser, TransferReport, TransferReq
 from baton.engines.vllm.errors import translate
 from baton.engines.vllm.images import Sent, hashes_of, image_positions, stray_placeholders
 from baton.errors import BatonError, ContextTooLong, GenerationFailed, InvalidRequest, Unprocessable
-from baton.images.image import PlacedImage
 from baton.telemetry.ids import CUT_HEADER, RESUMED_HEADER, UNHELD_HEADER, RequestContext
 from baton_kv.contract import PARAMS_KEY, transfer_params
 
