@@ -35,6 +35,7 @@ from baton.config.groups import (
     PoolingSettings,
     ResponseSettings,
     SupervisionSettings,
+    TlsSettings,
 )
 from baton.errors import SettingsError
 
@@ -65,6 +66,17 @@ class Settings(BaseSettings):
         "127.0.0.1", description="Address to listen on. Any other than loopback needs API keys."
     )
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 picks a free one.")
+    uds: Path | None = Field(
+        None,
+        description="Unix socket to listen on instead of host and port; who may use the socket may use the "
+        "gateway.",
+    )
+    root_path: str = Field(
+        "",
+        pattern=r"^(/[A-Za-z0-9._~-]+)*$",
+        description="Path under which a proxy before the gateway shows it, such as `/llm`; the proxy may "
+        "leave it in place or take it away.",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info",
         description="Least severe line that is logged. `debug` also shows what the engines print, "
@@ -99,6 +111,7 @@ class Settings(BaseSettings):
     limits: LimitSettings = LimitSettings()
     images: ImageSettings = ImageSettings()
     edge: EdgeSettings = EdgeSettings()
+    tls: TlsSettings = TlsSettings()
     admission: AdmissionSettings = AdmissionSettings()
     metrics: MetricsSettings = MetricsSettings()
     supervision: SupervisionSettings = SupervisionSettings()
@@ -169,6 +182,12 @@ class Settings(BaseSettings):
             raise ValueError(f"engines: the name '{twice[0]}' is given twice")
         return self
 
+    @model_validator(mode="after")
+    def _a_unix_socket_speaks_plain_http(self) -> Settings:
+        if self.uds is not None and self.tls.cert_file is not None:
+            raise ValueError("uds: leave `tls` out: what goes over a Unix socket stays on this machine")
+        return self
+
     @property
     def own_engines(self) -> tuple[EngineSettings, ...]:
         """Return the engines that run here; the others are servers elsewhere."""
@@ -177,7 +196,7 @@ class Settings(BaseSettings):
     @property
     def loopback(self) -> bool:
         """Return whether only this machine can reach the gateway."""
-        return is_loopback(self.host)
+        return self.uds is not None or is_loopback(self.host)
 
     def shared(self, *, keyed: bool) -> bool:
         """Return whether the gateway's port is for others too: other machines, or tenants with keys."""
