@@ -292,6 +292,28 @@ def _read_file(config: Path | None) -> dict[str, Any]:
         raise SettingsError(f"{path}: not valid TOML: {error}") from None
 
 
+def read_flags(file: Path) -> dict[str, Any]:
+    """Return the flags and their values in a YAML file for vLLM's `--config`, with dashes in their names.
+
+    Raises:
+        SettingsError: it cannot be read, or is no mapping of flags.
+    """
+    import yaml  # vLLM brings it
+
+    try:
+        found = yaml.safe_load(file.read_text())
+    except OSError as error:
+        raise SettingsError(f"{file}: {error.strerror or 'cannot be read'}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{file}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
+        raise SettingsError(f"{file}: must be a mapping of vLLM's flags, such as `max-model-len: 4096`")
+    flags = {key.replace("_", "-"): value for key, value in found.items()}
+    if "config" in flags:
+        raise SettingsError(f"{file}: config: leave it out: a file of flags names no other")
+    return flags
+
+
 def reasons(error: ValidationError) -> list[str]:
     """Return one line for each wrong value: where it is, what is wrong, and the nearest known key."""
     return [_reason(item["loc"], item["type"], item["msg"], item.get("input")) for item in error.errors()]
