@@ -203,6 +203,8 @@ def test_the_socket_of_a_killed_gateway_is_replaced_and_other_files_are_not(tmp_
 def test_a_unix_socket_and_tls_together_are_refused() -> None:
     with pytest.raises(SettingsError, match="uds: leave `tls` out"):
         load_settings(uds="/tmp/x", tls={"cert_file": "x"})
+    with pytest.raises(SettingsError, match="uds: the path of a Unix socket has at most 107 bytes"):
+        load_settings(uds="/tmp/" + "x" * 103)
 
 
 def test_the_start_says_how_to_ask_over_a_unix_socket() -> None:

@@ -21,7 +21,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser  # after the skip
 
 from baton import cli  # after the skip
 from baton.config.gpu_memory import USABLE_SHARE
-from baton.config.groups import EngineSettings  # after the skip
+from baton.config.groups import CPU_KV_CACHE_BYTES, EngineSettings  # after the skip
 from baton.config.settings import Settings, load_settings  # after the skip
 from baton.engines.vllm import (
     arguments,  # after the skip
@@ -259,6 +259,24 @@ def test_each_flag_is_decided_once() -> None:
         group, _, key = setting.rpartition(".")
         fields = Settings.model_fields
         assert key in (fields[group].annotation.model_fields if group else fields), setting  # type: ignore[union-attr]  # a group
+
+
+def test_more_log_probabilities_are_allowed_at_the_gateway_too() -> None:
+    read = flags.read_command_line(["m", "--max-logprobs", "100"])
+    assert (read.engine.args["max_logprobs"], read.gateway) == (100, {"limits": {"logprobs": 100}})
+    assert flags.read_command_line(["m", "--max-logprobs", "-1"]).gateway == {}, (
+        "all of the vocabulary: not from here"
+    )
+
+
+def test_a_share_of_memory_decides_the_kv_pool_on_a_cpu_as_in_vllm() -> None:
+    engine = flags.read_command_line(["m", "--gpu-memory-utilization", "0.3"]).engine
+    built = arguments.engine_args(engine, "m")
+    assert (built.gpu_memory_utilization, built.kv_cache_memory_bytes) == (0.3, None)
+    assert (
+        arguments.engine_args(flags.read_command_line(["m"]).engine, "m").kv_cache_memory_bytes
+        == CPU_KV_CACHE_BYTES
+    )
 
 
 def test_a_yaml_file_is_read_as_vllm_reads_it_and_the_line_overrides_it(tmp_path: Path) -> None:

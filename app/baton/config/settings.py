@@ -42,6 +42,8 @@ from baton.errors import SettingsError
 ENV_PREFIX = "BATON_"
 CONFIG_VARIABLE = "BATON_CONFIG"
 DEFAULT_CONFIG = Path("baton.toml")
+LONGEST_SOCKET = 107
+"""Bytes of the path of a Unix socket, by Linux."""
 
 
 def _embedded_engines() -> tuple[EngineSettings, ...]:
@@ -183,7 +185,9 @@ class Settings(BaseSettings):
         return self
 
     @model_validator(mode="after")
-    def _a_unix_socket_speaks_plain_http(self) -> Settings:
+    def _a_unix_socket_can_be_had(self) -> Settings:
+        if self.uds is not None and len(os.fsencode(self.uds)) > LONGEST_SOCKET:
+            raise ValueError(f"uds: the path of a Unix socket has at most {LONGEST_SOCKET} bytes")
         if self.uds is not None and self.tls.cert_file is not None:
             raise ValueError("uds: leave `tls` out: what goes over a Unix socket stays on this machine")
         return self

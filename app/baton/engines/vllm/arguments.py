@@ -324,7 +324,9 @@ def _platform_defaults(settings: EngineSettings, gpu_share: float | None) -> dic
     defaults: dict[str, Any] = {"allowed_media_domains": ["media.invalid"]}
     if current_platform.is_cpu():
         # Compiling takes minutes on a laptop and wants a C++ compiler; eager starts at once.
-        defaults |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES}
+        defaults["enforce_eager"] = True
+        if "gpu_memory_utilization" not in settings.args:  # which vLLM heeds on a CPU too, without a size
+            defaults["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
         if settings.gpu_share is not None:
             raise SettingsError(
                 f"engines '{settings.name}': gpu_share: the installed vLLM runs on CPUs: "

@@ -172,6 +172,7 @@ REMOVED = {
 """Flags that earlier versions of vLLM had, and what there is now. Some begin as a flag of today's does, for
 which argparse would take them."""
 
+LOGPROBS = "max_logprobs"
 _ABSENT = object()
 """The default of every flag: a flag that is given with vLLM's own default still counts as given."""
 
@@ -222,8 +223,8 @@ def fate_of(dest: str) -> Fate | None:
         return Fate("acts", f"`engines.{OWNED[dest].split('`')[-2]}`")
     if dest in SERVING_OPTIONS:
         return Fate("acts", f"`engines.serving.{dest}`")
-    but = ", but not Ray" if dest == "distributed_executor_backend" else ""
-    return Fate("acts", f"`engines.args.{dest}`{but}") if dest in ENGINE_ARGS else None
+    more = {"distributed_executor_backend": ", but not Ray", LOGPROBS: " and `limits.logprobs`"}.get(dest, "")
+    return Fate("acts", f"`engines.args.{dest}`{more}") if dest in ENGINE_ARGS else None
 
 
 def read_command_line(
@@ -275,6 +276,9 @@ def read_command_line(
     for dest, setting in GATEWAY.items():
         if dest in given:
             _set(gateway, setting, VALUES.get(dest, {}).get(given[dest], given[dest]))
+    if engine.get(LOGPROBS, 0) > 0:  # else the gateway's own limit would stand before it
+        flags["limits.logprobs"] = place("--max-logprobs")
+        _set(gateway, "limits.logprobs", engine[LOGPROBS])
     if not (engine.get("model_tag") or engine.get("model")):
         raise SettingsError(_no_model(flags))
     return CommandLine(_engine(engine, handoff=handoff, latent=latent), gateway, flags)
