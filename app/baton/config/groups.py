@@ -535,7 +535,7 @@ class EngineSettings(Frozen):
     kv_cache_memory: ByteSize | None = Field(
         None,
         ge=16 * MIB,
-        description="Size of the KV pool. Unset: 512 MiB on a CPU unless `args.gpu_memory_utilization` is set, "
+        description="Size of the KV pool. Unset: 512 MiB on a CPU without `args.gpu_memory_utilization`, "
         "vLLM's own choice on a GPU. "
         "On a GPU that several engines share, set `gpu_share` instead.",
     )

@@ -383,7 +383,7 @@ def _refuse(place: partial[str], known: Sequence[str], message: str) -> NoReturn
     if what or not unknown:
         flag = message.removeprefix("argument ").partition(":")[0].split("/")[0]
         inside = place(flag).partition(": ")[0] if flag.startswith("--") else "baton serve"
-        raise SettingsError(f"{inside}: {message}")
+        raise SettingsError(f"{inside}: {message.replace('invalid loads value', 'not JSON')}")
     words = unknown.split()
     flag = next((word.partition("=")[0] for word in words if word.startswith("-")), None)
     if flag is None:
