@@ -66,7 +66,7 @@ class ServeCommand(TyperCommand):
 def _flags_help(word: str) -> str:
     """Return the help of vLLM's flags, each with what becomes of it here."""
     check_vllm()
-    apply_environment(Settings(), offline=True, compiles=False)
+    apply_environment(load_settings(), offline=True, compiles=False)
     from baton.engines.vllm.flags import help_text  # seconds of vLLM
 
     return help_text(word)
