@@ -298,7 +298,7 @@ def commands_page() -> str:
     return page("commands", "Commands", *command_parts("baton", typer.main.get_command(command)))
 
 
-SHORT = {"acts": "sets", "so": "always so", "refused": "refused"}
+SHORT = {"acts": "sets", "so": "as it is", "refused": "refused"}
 
 
 def flags_page() -> str:
@@ -313,7 +313,13 @@ def flags_page() -> str:
             fate = fate_of(action.dest)
             assert fate is not None, f"say in baton.engines.vllm.flags what becomes of {action.dest}"
             flags = [flag for flag in action.option_strings if not flag.startswith("--no-")] or ["MODEL"]
-            rows.append([", ".join(f"`{flag}`" for flag in flags), SHORT[fate.kind], sentence(fate.text)])
+            rows.append(
+                [
+                    ", ".join(f"`{flag}`" for flag in flags),
+                    SHORT[fate.kind],
+                    sentence(fate.text[:1].upper() + fate.text[1:]),
+                ]
+            )
         if rows:
             title = {"options": "Of the command", "positional arguments": "The model"}.get(group.title, "")
             parts += [f"## {title or group.title}", table(("flag", "here", "setting, or why"), rows)]

@@ -160,7 +160,7 @@ REMOVED = {
     "quantization-param-path": "leave it out: scales come with the weights",
     "rope-scaling": "use `--hf-overrides`",
     "rope-theta": "use `--hf-overrides`",
-    "scheduler-delay-factor": "use `--prefill-schedule-interval`",
+    "scheduler-delay-factor": "leave it out",
     "speculative-model": "use `--spec-model`",
     "swap-space": "use `--kv-offloading-size`",
     "task": "use `--runner` and `--convert`",
@@ -391,7 +391,7 @@ def _refuse(place: partial[str], known: Sequence[str], message: str) -> NoReturn
             f"baton serve: {words[0]}: neither a flag nor its value; a command line serves one model, the "
             "settings several"
         )
-    near = difflib.get_close_matches(flag, known, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(flag, known, n=1, cutoff=0.7)
     hint = f"did you mean '{near[0]}'?" if near else "`baton serve --help=WORD` finds flags"
     raise SettingsError(f"{place(flag)}: there is no such flag; {hint}")
 
@@ -410,8 +410,8 @@ def help_text(word: str) -> str:
     for action in parser._actions:
         fate = fate_of(action.dest)
         if fate is not None and action.help is not argparse.SUPPRESS:
-            told = {"acts": "Sets", "so": "Always so:", "refused": "Refused:"}[fate.kind]
-            action.help = f"{action.help or ''}\n\n{told} {fate.text.replace('%', '%%')}.".strip()
+            told = {"acts": "Sets ", "so": "In Baton ", "refused": "Refused: "}[fate.kind] + fate.text
+            action.help = f"{action.help or ''}\n\n{told.replace('%', '%%')}.".strip()
     parser._search_keyword = None if word in ("", "listgroup") else word
     if parser._search_keyword is not None:
         return parser.format_help()
