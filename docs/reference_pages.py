@@ -1,7 +1,7 @@
 """Write the reference pages that are made from the code: `python docs/reference_pages.py`.
 
-Settings, errors, metrics, routes, commands, vLLM's flags, the handoff object and the fault catalogue. What the code
-does not say stands in `reference/notes.toml` and `reference/faults.toml`. A test fails when a page
+Settings, errors, metrics, routes, commands, vLLM's flags, the handoff object and the fault catalogue. What
+the code does not say stands in `reference/notes.toml` and `reference/faults.toml`. A test fails when a page
 differs from what this script writes; `make docs-reference` rewrites them all.
 """
 
