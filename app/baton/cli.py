@@ -7,7 +7,7 @@ import json
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -23,6 +23,11 @@ from baton.errors import OperatorError, SettingsError
 from baton.models.catalog import EMBEDDED
 from baton.models.store import ModelStore
 from baton.telemetry.progress import PhaseProgress
+
+try:
+    from typer._click.exceptions import UsageError
+except ImportError:  # an earlier typer, which does not bring its own click
+    from click.exceptions import UsageError  # type: ignore[assignment]
 
 app = typer.Typer(
     help="Several vLLM engines behind one OpenAI-compatible gateway.",
@@ -320,12 +325,28 @@ def prepare_models(
 
 
 def main() -> None:
-    """Run the command; print an error that the operator can fix without a traceback."""
+    """Run the command; print an error that the operator can fix in a line, without a traceback."""
     try:
-        app()
+        code = app(prog_name="baton", standalone_mode=False)
     except OperatorError as error:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(f"baton: {error.message}", markup=False)
-        raise SystemExit(error.exit_code) from None
+        _end(error.message, error.exit_code)
+    except UsageError as error:
+        path = error.ctx.command_path if error.ctx is not None else "baton"
+        if type(error).__name__ == "NoArgsIsHelpError":  # the help itself
+            _end(error.format_message(), error.exit_code, prefix="")
+        told = " ".join(error.format_message().split())
+        stop = "" if told.endswith((".", "?")) else "."
+        _end(f"{path}: {told}{stop} `{path} --help` lists what there is.", error.exit_code)
+    except typer.Abort:
+        raise SystemExit(1) from None
+    raise SystemExit(code or 0)
+
+
+def _end(message: str, code: int, prefix: str = "baton: ") -> NoReturn:
+    """Print why the command ends, and end it."""
+    begin = "" if message.startswith(("baton ", "baton: ")) else prefix
+    Console(stderr=True, highlight=False, soft_wrap=True).print(f"{begin}{message}", markup=False)
+    raise SystemExit(code) from None
 
 
 if __name__ == "__main__":

@@ -116,6 +116,35 @@ def test_a_yaml_file_that_is_none_is_a_line(served: list[Settings], text: str, t
     assert served == []
 
 
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("serv", "baton: No such command 'serv'"),
+        ("serve --port many", "baton serve: Invalid value for '--port': "),
+        ("doctor --confg x", "baton doctor: No such option: --confg"),
+        ("keys create", "baton keys create: Missing argument 'tenant'"),
+        ("serve --latent m", "baton serve: --latent needs --handoff"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line_that_says_where(
+    line: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["baton", *line.split()])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    (said,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code in (1, 2)
+    assert said.startswith(told)
+
+
+def test_a_command_that_succeeds_or_fails_says_so_by_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    for line, code in (("--version", 0), ("serve --help", 0), ("plugins --json", 0), ("keys", 2)):
+        monkeypatch.setattr(sys, "argv", ["baton", *line.split()])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert ended.value.code == code, line
+
+
 def test_help_searches_vllm_s_flags(served: list[Settings]) -> None:
     done = CliRunner().invoke(cli.app, ["serve", "m", "--help=max"], catch_exceptions=False)
     assert (done.exit_code, done.stdout) == (0, "[max]\n")
