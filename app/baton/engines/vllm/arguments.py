@@ -72,6 +72,7 @@ NOT_HONOURED = {
     "profiler_config": "Baton has no route that starts a profile; `/metrics` says where time goes",
     "scheduling_policy": "Baton drops clients' `priority` and serves tenants in turns; see `[admission]`",
     "shutdown_timeout": "Baton lets running requests finish itself; set `drain_timeout_s`",
+    "sleep_mode_backend": NO_SLEEP,
     "sleep_mode_offload_cudagraph": NO_SLEEP,
     "sleep_preserve_parameter_names": NO_SLEEP,
     "tokens_only": "Baton offers the routes with text; `/v1/completions` takes token ids too",
@@ -99,13 +100,14 @@ SERVING_OPTIONS = (
     "exclude_tools_when_tool_choice_none",
     "fingerprint_mode",
     "fingerprint_value",
+    "reasoning_effort_map",
     "response_role",
     "return_tokens_as_token_ids",
     "tool_call_parser",
     "tool_parser_plugin",
     "tool_strict_level",
 )
-"""The serving options of vLLM that an engine's `serving` table may hold."""
+"""The serving options of vLLM that an engine's `serving` table may hold, where the installed one has them."""
 
 REASONING_OPTIONS = ("reasoning_parser", "reasoning_parser_plugin")
 """Engine arguments that `serving` may hold too, because vLLM's serving handlers act on them."""
@@ -346,11 +348,13 @@ def serving_namespace(settings: EngineSettings, model: str | None = None) -> Nam
     Raises:
         SettingsError: a serving option is unknown, or cannot be set for a single engine.
     """
-    for key in settings.serving:
-        if key not in (*SERVING_OPTIONS, *REASONING_OPTIONS):
-            hint = nearest(key, [*SERVING_OPTIONS, *REASONING_OPTIONS])
-            raise SettingsError(f"engines '{settings.name}': serving.{key}: unknown option{hint}")
     namespace: Namespace = serve_parser().parse_args([])
+    known = [key for key in (*SERVING_OPTIONS, *REASONING_OPTIONS) if hasattr(namespace, key)]
+    for key in settings.serving:
+        if key not in known:
+            raise SettingsError(
+                f"engines '{settings.name}': serving.{key}: unknown option{nearest(key, known)}"
+            )
     parsers = parsers_of(settings, model or settings.model)
     values: dict[str, Any] = {
         "model": settings.model,
