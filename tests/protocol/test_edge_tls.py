@@ -77,6 +77,7 @@ def test_a_request_that_is_no_http_is_answered_over_tls_and_the_connection_ends(
         assert answer.startswith(b"HTTP/1.1 400 "), answer
 
 
+@pytest.mark.fault("H8")
 def test_a_renewed_certificate_is_shown_to_the_next_client(
     secure: FakeGateway, files: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -89,6 +90,7 @@ def test_a_renewed_certificate_is_shown_to_the_next_client(
         assert client.get("/livez").status_code == 200, "the old connection lives on"
 
 
+@pytest.mark.fault("H8")
 def test_the_last_good_certificate_stays_while_the_files_are_wrong(
     secure: FakeGateway, files: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -156,6 +158,7 @@ WRONG = {
 
 
 @each("name", WRONG)
+@pytest.mark.fault("H8")
 def test_a_wrong_file_is_one_line_at_the_start(name: str, tmp_path: Path) -> None:
     given, told = WRONG[name]
     write_certificate(tmp_path, "other")
