@@ -34,6 +34,7 @@ VALUES = {
     "lora_modules": "a=b",
     "kv_transfer_config": '{"kv_connector": "ExampleConnector", "kv_role": "kv_both"}',
     "reasoning_parser": "qwen3",
+    "reasoning_parser_plugin": __file__,
     "runner": "generate",
     "served_model_name": "word",
     "tool_call_parser": "hermes",
@@ -141,7 +142,8 @@ def test_every_flag_of_vllm_s_is_honoured_or_refused_in_one_line(flag: str) -> N
         setting = flags.GATEWAY[action.dest]
         group, _, key = setting.rpartition(".")
         value = (read.gateway[group] if group else read.gateway)[key]
-        assert value == flags.VALUES.get(action.dest, {}).get(given, given)
+        named = flags.VALUES.get(action.dest)
+        assert value == (named.get(given, given) if named else given)
         assert fate == flags.Fate("acts", f"`{setting}`")
         return
     if action.dest in flags.INSTEAD or action.dest in arguments.NOT_HONOURED:  # it asks for what is so
@@ -214,7 +216,12 @@ def test_a_model_and_vllm_s_flags_make_one_engine(
         (["m", "--compilation-config.level"], "baton serve: "),
         (["m", "--api-key", "x"], "use `baton keys create`"),
         (["m", "--enable-sleep-mode"], "Baton has no route that puts an engine to sleep"),
-        (["m", "--profiler-config", '{"profiler": "torch"}'], "no route that starts a profile"),
+        (
+            ["m", "--profiler-config", '{"profiler": "torch", "torch_profiler_dir": "/tmp"}'],
+            "no route that starts a profile",
+        ),
+        (["m", "--profiler-config", '{"profiler": "torch"}'], "torch_profiler_dir must be set"),
+        (["m", "--allowed-origins", "https://a"], "--allowed-origins: not JSON: 'https://a'"),
         (["m", "--enable-elastic-ep"], "Baton does not change an engine's ranks"),
         (["m", "--scheduling-policy", "priority"], "serves tenants in turns"),
         (["m", "--no-enable-prompt-tokens-details"], "always on: `usage` holds the cached tokens"),
@@ -352,9 +359,10 @@ def test_a_plugin_s_tool_parser_is_known_by_its_name(tmp_path: Path) -> None:
     engine = flags.read_command_line(line).engine
     arguments.engine_args(engine, engine.model)
     assert arguments.serving_namespace(engine).tool_call_parser == "of_this_house"
-    missing = flags.read_command_line(["m", "--tool-parser-plugin", str(tmp_path / "none.py")]).engine
-    with pytest.raises(SettingsError, match=r"serving\.tool_parser_plugin: there is no file"):
-        arguments.engine_args(missing, "m")
+    for kind in ("tool", "reasoning"):
+        missing = flags.read_command_line(["m", f"--{kind}-parser-plugin", str(tmp_path / "none.py")]).engine
+        with pytest.raises(SettingsError, match=rf"{kind}_parser_plugin: there is no file or module "):
+            arguments.engine_args(missing, "m")
 
 
 def test_the_scorer_of_late_interaction_is_off_in_the_engine_too() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from argparse import Namespace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -242,14 +244,14 @@ def _check_parsers(settings: EngineSettings, model: str, args: AsyncEngineArgs) 
     where = f"engines '{settings.name}'"
     reasoning = args.create_structured_outputs_config()
     if reasoning.reasoning_parser_plugin:
+        _require_plugin(f"{where}: reasoning_parser_plugin", reasoning.reasoning_parser_plugin)
         ReasoningParserManager.import_reasoning_parser(reasoning.reasoning_parser_plugin)
     known = ReasoningParserManager.list_registered()
     if reasoning.reasoning_parser and reasoning.reasoning_parser not in known:
         hint = nearest(reasoning.reasoning_parser, known)
         raise SettingsError(f"{where}: reasoning_parser: vLLM has no '{reasoning.reasoning_parser}'{hint}")
     if plugin := settings.serving.get("tool_parser_plugin"):
-        if not Path(plugin).is_file():
-            raise SettingsError(f"{where}: serving.tool_parser_plugin: there is no file {plugin}")
+        _require_plugin(f"{where}: serving.tool_parser_plugin", plugin)
         ToolParserManager.import_tool_parser(plugin)
     tools = parsers_of(settings, model).calls
     known = ToolParserManager.list_registered()
@@ -260,6 +262,18 @@ def _check_parsers(settings: EngineSettings, model: str, args: AsyncEngineArgs) 
         raise SettingsError(
             f"{where}: serving.enable_auto_tool_choice: set `tool_call_parser` too: {tools.why}"
         )
+
+
+def _require_plugin(where: str, plugin: str) -> None:
+    """Refuse a plugin that vLLM would not find, and would log no more than an error about.
+
+    Raises:
+        SettingsError: it is neither a file nor a module.
+    """
+    with contextlib.suppress(ImportError, ValueError):
+        if Path(plugin).is_file() or find_spec(plugin) is not None:
+            return
+    raise SettingsError(f"{where}: there is no file or module {plugin}")
 
 
 def _table(given: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import difflib
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -275,7 +276,8 @@ def read_command_line(
             engine[dest] = value
     for dest, setting in GATEWAY.items():
         if dest in given:
-            _set(gateway, setting, VALUES.get(dest, {}).get(given[dest], given[dest]))
+            named = VALUES.get(dest)
+            _set(gateway, setting, named.get(given[dest], given[dest]) if named else given[dest])
     if engine.get(LOGPROBS, 0) > 0:  # else the gateway's own limit would stand before it
         flags["limits.logprobs"] = place("--max-logprobs")
         _set(gateway, "limits.logprobs", engine[LOGPROBS])
@@ -383,7 +385,7 @@ def _refuse(place: partial[str], known: Sequence[str], message: str) -> NoReturn
     if what or not unknown:
         flag = message.removeprefix("argument ").partition(":")[0].split("/")[0]
         inside = place(flag).partition(": ")[0] if flag.startswith("--") else "baton serve"
-        raise SettingsError(f"{inside}: {message.replace('invalid loads value', 'not JSON')}")
+        raise SettingsError(f"{inside}: {_in_one_line(message)}")
     words = unknown.split()
     flag = next((word.partition("=")[0] for word in words if word.startswith("-")), None)
     if flag is None:
@@ -394,6 +396,13 @@ def _refuse(place: partial[str], known: Sequence[str], message: str) -> NoReturn
     near = difflib.get_close_matches(flag, known, n=1, cutoff=0.7)
     hint = f"did you mean '{near[0]}'?" if near else "`baton serve --help=WORD` finds flags"
     raise SettingsError(f"{place(flag)}: there is no such flag; {hint}")
+
+
+def _in_one_line(message: str) -> str:
+    """Write argparse's error, which may hold one of pydantic's, without what is for programmers alone."""
+    lines = [re.sub(r" \[type=.*", "", line).strip() for line in message.splitlines()]
+    told = ": ".join(line for line in lines if line and not line.startswith("For further information"))
+    return told.replace("invalid loads value", "not JSON")
 
 
 SEARCH = "`--help=GROUP` shows the flags of a group, `--help=WORD` finds some, `--help=all` shows all."
