@@ -1,7 +1,7 @@
 """Write the reference pages that are made from the code: `python docs/reference_pages.py`.
 
-Settings, errors, metrics, routes, commands, the handoff object and the fault catalogue. What the code does
-not say stands in `reference/notes.toml` and `reference/faults.toml`. A test fails when a page
+Settings, errors, metrics, routes, commands, vLLM's flags, the handoff object and the fault catalogue. What
+the code does not say stands in `reference/notes.toml` and `reference/faults.toml`. A test fails when a page
 differs from what this script writes; `make docs-reference` rewrites them all.
 """
 
@@ -298,6 +298,34 @@ def commands_page() -> str:
     return page("commands", "Commands", *command_parts("baton", typer.main.get_command(command)))
 
 
+SHORT = {"acts": "sets", "so": "as it is", "refused": "refused"}
+
+
+def flags_page() -> str:
+    """Return the page of vLLM's flags and of what becomes of each."""
+    from baton.engines.vllm.arguments import serve_parser  # seconds of vLLM, for this page alone
+    from baton.engines.vllm.flags import fate_of
+
+    parts = []
+    for group in serve_parser()._action_groups:
+        rows = []
+        for action in sorted(group._group_actions, key=lambda found: found.option_strings):
+            fate = fate_of(action.dest)
+            assert fate is not None, f"say in baton.engines.vllm.flags what becomes of {action.dest}"
+            flags = [flag for flag in action.option_strings if not flag.startswith("--no-")] or ["MODEL"]
+            rows.append(
+                [
+                    ", ".join(f"`{flag}`" for flag in flags),
+                    SHORT[fate.kind],
+                    sentence(fate.text[:1].upper() + fate.text[1:]),
+                ]
+            )
+        if rows:
+            title = {"options": "Of the command", "positional arguments": "The model"}.get(group.title, "")
+            parts += [f"## {title or group.title}", table(("flag", "here", "setting, or why"), rows)]
+    return page("vllm-flags", "vLLM's flags", *parts)
+
+
 def literal(text: str) -> str:
     """Return a text as code, whatever it holds."""
     return f"`` {text} ``" if "`" in text else f"`{text}`"
@@ -348,6 +376,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "routes.md": routes_page,
     "handoff.md": handoff_page,
     "commands.md": commands_page,
+    "vllm-flags.md": flags_page,
     "parsers.md": parsers_page,
     "faults.md": faults_page,
 }

@@ -7,21 +7,27 @@ import json
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 from rich.table import Column, Table
+from typer.core import TyperCommand
 
 from baton import __version__
 from baton.admission import api_keys
-from baton.config.settings import Settings, load_settings
+from baton.config.settings import Settings, load_settings, read_flags
 from baton.config.vllm_environment import apply_environment
 from baton.engines.vllm_version import check_vllm, is_cpu_build
 from baton.errors import OperatorError, SettingsError
 from baton.models.catalog import EMBEDDED
 from baton.models.store import ModelStore
 from baton.telemetry.progress import PhaseProgress
+
+try:
+    from typer._click.exceptions import UsageError
+except ImportError:  # an earlier typer, which does not bring its own click
+    from click.exceptions import UsageError  # type: ignore[assignment]
 
 app = typer.Typer(
     help="Several vLLM engines behind one OpenAI-compatible gateway.",
@@ -40,9 +46,35 @@ ConfigOption = Annotated[
 ]
 # No short form: it would capture vLLM's own -cc, -sc, -ac and -dcp.
 ServeConfigOption = Annotated[
-    Path | None, typer.Option("--config", help="The settings file; without it: baton.toml here, if any.")
+    Path | None,
+    typer.Option(
+        "--config",
+        help="The settings file; without it: baton.toml here, if any. With .yaml or .yml: a file of vLLM's "
+        "flags, as `vllm serve --config` reads it.",
+    ),
 ]
 VLLM_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True}
+YAML = (".yaml", ".yml")
+
+
+class ServeCommand(TyperCommand):
+    """`baton serve`, whose `--help=WORD` searches vLLM's flags, as that of `vllm serve` does."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # typer's own click, or click
+        for word in args:
+            if word.startswith("--help="):
+                print(_flags_help(word.removeprefix("--help=")))
+                ctx.exit()
+        return super().parse_args(ctx, args)
+
+
+def _flags_help(word: str) -> str:
+    """Return the help of vLLM's flags, each with what becomes of it here."""
+    check_vllm()
+    apply_environment(load_settings(), offline=True, compiles=False)
+    from baton.engines.vllm.flags import help_text  # seconds of vLLM
+
+    return help_text(word)
 
 
 def _version(wanted: bool) -> None:
@@ -60,8 +92,15 @@ def _options(
     """Several vLLM engines behind one OpenAI-compatible gateway."""
 
 
-@app.command(context_settings=VLLM_FLAGS)
+@app.command(
+    cls=ServeCommand,
+    context_settings=VLLM_FLAGS,
+    epilog="After MODEL: the flags of `vllm serve`. --help=listgroup lists their groups, --help=GROUP shows "
+    "one, --help=WORD finds flags, --help=all shows all: each with the setting that it sets, or why it is "
+    "refused.",
+)
 def serve(
+    context: typer.Context,
     model: Annotated[
         list[str] | None,
         typer.Argument(
@@ -87,14 +126,19 @@ def serve(
     ] = None,
 ) -> None:
     """Start the gateway."""
+    log_level = log_level.lower() if log_level is not None else None  # vLLM's are capitals
     given = {"host": host, "port": port, "log_level": log_level, "log_format": log_format}
     overrides: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     if latent and not handoff:
         raise SettingsError("baton serve: --latent needs --handoff")
-    settings = load_settings(config, **overrides)
-    if model:
+    flags = config if config is not None and config.suffix in YAML else None
+    settings = load_settings(None if flags else config, **overrides)
+    if model or flags:
         options = {"handoff": bool(handoff), "latent": bool(latent)}
-        settings = _with_engine(settings, config, model, options, overrides)
+        own = [flag for parameter in context.command.params for flag in parameter.opts]
+        settings = _with_engine(
+            settings, None if flags else config, flags, model or [], own, options, overrides
+        )
     elif handoff is not None or latent is not None:
         raise SettingsError(
             "baton serve: --handoff and --latent belong to a MODEL on the command line; "
@@ -108,19 +152,64 @@ def serve(
 def _with_engine(
     settings: Settings,
     config: Path | None,
+    file: Path | None,
     arguments: list[str],
+    own: list[str],
     options: dict[str, bool],
     overrides: dict[str, Any],
 ) -> Settings:
-    """Return the settings with the one engine that the command line describes, read by vLLM's own parser."""
-    check_vllm()
-    eager = is_cpu_build() and not any(flag.startswith("--no-enforce-eager") for flag in arguments)
-    named = [flag for flag in arguments if flag.startswith(("--tokenizer", "--hf-config", "--speculative"))]
-    offline = not named and (arguments[0] in EMBEDDED or Path(arguments[0]).exists())
-    apply_environment(settings, offline=offline, compiles=not eager)
-    from baton.engines.vllm.arguments import settings_from_command_line  # seconds of vLLM
+    """Return the settings with the one engine that the command line describes, read by vLLM's own parser.
 
-    return load_settings(config, **overrides, engines=(settings_from_command_line(arguments, **options),))
+    Args:
+        file: a YAML file of vLLM's flags; None: there is none.
+        own: Baton's flags of the command.
+    """
+    check_vllm()
+    written = read_flags(file) if file is not None else {}
+    flags = [*arguments, *(f"--{name}" for name in written)]
+    compiles = any(flag.startswith("--no-enforce-eager") for flag in arguments)
+    eager = is_cpu_build() and not compiles and written.get("enforce-eager") is not False
+    named = [flag for flag in flags if flag.startswith(("--tokenizer", "--hf-config", "--speculative"))]
+    model = str(next(iter([*arguments, written.get("model", "")])))
+    offline = not named and (model in EMBEDDED or Path(model).exists())
+    apply_environment(settings, offline=offline, compiles=not eager)
+    from baton.engines.vllm.flags import read_command_line, told_by_flag  # seconds of vLLM
+
+    line = read_command_line(arguments, file=file, own=own, **options)
+    try:
+        return load_settings(config, **(line.gateway | overrides), engines=(line.engine,))
+    except SettingsError as error:
+        raise SettingsError(told_by_flag(error.message, line.flags)) from None
+
+
+@app.command()
+def chat(
+    url: Annotated[str, typer.Option(help="Address of the gateway.")] = "http://127.0.0.1:8000",
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="Name of the model; without it the first that chats.")
+    ] = None,
+    key_file: Annotated[
+        Path | None,
+        typer.Option(help="File with the API key; on the command line others of this machine could read it."),
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0: always the likeliest token.")] = None,
+) -> None:
+    """Hold a conversation with a running gateway; `/fork` begins another, `/help` tells the rest."""
+    try:
+        from baton_client.errors import BatonError as ClientError
+        from baton_client.terminal import key_of, talk
+    except ImportError:
+        raise OperatorError(
+            "baton chat: the client is not installed: `pip install baton-client`, in a checkout "
+            "`pip install ./app/client`"
+        ) from None
+    asked = {"system": system, "max_tokens": max_tokens, "temperature": temperature}
+    try:
+        talk(url, model=model, key=key_of(key_file), **asked)
+    except (ClientError, ValueError) as error:
+        raise OperatorError(f"baton chat: {error}") from None
 
 
 @app.command()
@@ -236,12 +325,28 @@ def prepare_models(
 
 
 def main() -> None:
-    """Run the command; print an error that the operator can fix without a traceback."""
+    """Run the command; print an error that the operator can fix in a line, without a traceback."""
     try:
-        app()
+        code = app(prog_name="baton", standalone_mode=False)
     except OperatorError as error:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(f"baton: {error.message}", markup=False)
-        raise SystemExit(error.exit_code) from None
+        _end(error.message, error.exit_code)
+    except UsageError as error:
+        path = error.ctx.command_path if error.ctx is not None else "baton"
+        if type(error).__name__ == "NoArgsIsHelpError":  # the help itself
+            _end(error.format_message(), error.exit_code, prefix="")
+        told = " ".join(error.format_message().split())
+        stop = "" if told.endswith((".", "?")) else "."
+        _end(f"{path}: {told}{stop} `{path} --help` lists what there is.", error.exit_code)
+    except typer.Abort:
+        raise SystemExit(1) from None
+    raise SystemExit(code or 0)
+
+
+def _end(message: str, code: int, prefix: str = "baton: ") -> NoReturn:
+    """Print why the command ends, and end it."""
+    begin = "" if message.startswith(("baton ", "baton: ")) else prefix
+    Console(stderr=True, highlight=False, soft_wrap=True).print(f"{begin}{message}", markup=False)
+    raise SystemExit(code) from None
 
 
 if __name__ == "__main__":

@@ -7,8 +7,10 @@ import contextlib
 import json
 import signal
 import socket
+import stat
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
@@ -19,7 +21,7 @@ from baton.config.settings import Settings
 from baton.engines.fleet import UP, Fleet
 from baton.engines.process.orphan_reaper import OrphanReaper
 from baton.errors import StartError
-from baton.http.uvicorn_server import GatewayServer, url_of
+from baton.http.uvicorn_server import Certificate, GatewayServer, certificate_of, url_of
 from baton.models.catalog import FLOOD_TINY
 from baton.prepare import prepare_fleet, refuse_conflicts
 from baton.server import create_app
@@ -39,8 +41,9 @@ def serve(settings: Settings) -> None:
     signal.signal(signal.SIGTERM, stop_at_once)
     keyring = keyring_for(settings)
     refuse_conflicts()
+    certificate = certificate_of(settings)
     with (
-        listen(settings.host, settings.port, "--port") as listener,
+        listen_for_clients(settings) as listener,
         listen_for_metrics(settings, keyed=keyring is not None) as metrics_listener,
         EngineOutput() as output,
         OrphanReaper() as reaper,
@@ -56,7 +59,15 @@ def serve(settings: Settings) -> None:
                 last_words=output.root_cause,
                 opened=opened,
             )
-            _run(settings, fleet, listener, metrics_listener, progress, keyed=keyring is not None)
+            _run(
+                settings,
+                fleet,
+                listener,
+                metrics_listener,
+                progress,
+                certificate,
+                keyed=keyring is not None,
+            )
 
 
 def stop_at_once(_number: int, _frame: FrameType | None) -> None:
@@ -92,6 +103,51 @@ def listen(host: str, port: int, option: str) -> socket.socket:
 
 
 @contextlib.contextmanager
+def listen_for_clients(settings: Settings) -> Iterator[socket.socket]:
+    """Open the socket of the gateway: a Unix socket, or a port.
+
+    Raises:
+        StartError: it cannot be opened.
+    """
+    if settings.uds is None:
+        with listen(settings.host, settings.port, "--port") as listener:
+            yield listener
+        return
+    path = settings.uds.expanduser()
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        _remove_left_socket(path)
+        listener.bind(str(path))
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise StartError(
+            f"Cannot listen on {path}: {error.strerror or error}. Choose another `uds`."
+        ) from None
+    try:
+        with listener:
+            yield listener
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _remove_left_socket(path: Path) -> None:
+    """Remove the Unix socket of a gateway that was killed.
+
+    Raises:
+        OSError: something listens there, or it is no socket.
+    """
+    if not path.exists():
+        return
+    if not stat.S_ISSOCK(path.stat().st_mode):
+        raise FileExistsError(0, "there is a file that is no socket")
+    with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(ConnectionRefusedError):
+        probe.connect(str(path))
+        raise OSError(0, "another process listens there")
+    path.unlink()
+
+
+@contextlib.contextmanager
 def listen_for_metrics(settings: Settings, *, keyed: bool) -> Iterator[socket.socket | None]:
     """Open the socket of `/metrics`; None: it has no port of its own."""
     if not settings.shared(keyed=keyed):
@@ -107,6 +163,7 @@ def _run(
     listener: socket.socket,
     metrics_listener: socket.socket | None,
     progress: PhaseProgress,
+    certificate: Certificate | None,
     *,
     keyed: bool,
 ) -> None:
@@ -116,7 +173,9 @@ def _run(
     def ready(url: str) -> None:
         progress.close()
         metrics = url if metrics_listener is None else url_of(metrics_listener)
-        progress.console.print(welcome(url, metrics, settings.engines, keyed=keyed), markup=False)
+        shown = f"{url}{settings.root_path}"
+        text = welcome(shown, metrics, settings.engines, keyed=keyed, uds=settings.uds)
+        progress.console.print(text, markup=False)
 
     app = create_app(
         settings,
@@ -124,7 +183,7 @@ def _run(
         metrics_listener=metrics_listener,
         report=report,
     )
-    server = GatewayServer(app, settings, ready)
+    server = GatewayServer(app, settings, ready, certificate)
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
         runner.run(_serve(server, listener))
     if server.failure is not None:
@@ -135,15 +194,20 @@ async def _serve(server: uvicorn.Server, listener: socket.socket) -> None:
     await server.serve(sockets=[listener])
 
 
-def welcome(url: str, metrics: str, engines: Sequence[EngineSettings], *, keyed: bool) -> str:
+def welcome(
+    url: str, metrics: str, engines: Sequence[EngineSettings], *, keyed: bool, uds: Path | None = None
+) -> str:
     """Return the text shown at the start: commands to try, with a placeholder for a key if needed."""
     key = "YOUR_KEY" if keyed else ""
+    where = url if uds is None else f"the Unix socket {uds}"
     chat_model = next((engine.name for engine in engines if engine.runner == "generate"), None)
     scene_model = next((engine.name for engine in engines if engine.model == FLOOD_TINY.name), None)
-    parts = [f"\nBaton is ready on {url}, serving: {', '.join(engine.name for engine in engines)}"]
-    if chat_model is not None:
+    parts = [f"\nBaton is ready on {where}, serving: {', '.join(engine.name for engine in engines)}"]
+    if uds is not None:
+        parts.append(f"Try it:\n  curl --unix-socket {uds} {url}/v1/models {_header(key)}".rstrip())
+    elif chat_model is not None:
         parts.append(_try_chat(url, chat_model, key))
-    if scene_model is not None:
+    if scene_model is not None and uds is None:
         parts.append(_try_scene(url, scene_model, key))
     parts.append(f"Documentation of the API: {url}/docs    metrics: {metrics}/metrics    stop: Ctrl-C\n")
     return "\n\n".join(parts)

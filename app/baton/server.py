@@ -31,7 +31,13 @@ from baton.http.middleware.frame import (
     http_exception,
     invalid_parameters,
 )
-from baton.http.middleware.gate import AuthMiddleware, OriginMiddleware, RequestHeadMiddleware, cors_options
+from baton.http.middleware.gate import (
+    AuthMiddleware,
+    OriginMiddleware,
+    RequestHeadMiddleware,
+    RootPathMiddleware,
+    cors_options,
+)
 from baton.http.middleware.weight import BodyLimitMiddleware, MemoryShortageMiddleware
 from baton.http.request import Drain, Gateway, body_threads
 from baton.http.routes import ROUTERS, metrics
@@ -151,7 +157,7 @@ def create_app(
         app.include_router(router)
     if metrics_listener is None and not settings.shared(keyed=keyring is not None):
         app.include_router(metrics.router)
-    openapi.install(app)
+    openapi.install(app, settings.root_path)
     app.add_exception_handler(HTTPException, http_exception)
     app.add_exception_handler(RequestValidationError, invalid_parameters)
     _add_middleware(app, gateway, keyring, memory, reader.available())
@@ -217,6 +223,8 @@ def _add_middleware(
     app.add_middleware(
         RequestContextMiddleware, metrics=gateway.metrics, routes=app.routes, unidentified=unidentified
     )
+    if settings.root_path:
+        app.add_middleware(RootPathMiddleware, root=settings.root_path)
 
 
 @contextlib.asynccontextmanager

@@ -38,6 +38,20 @@ async def test_chats_and_handoffs(gateway: FakeGateway) -> None:
             await baton.chat("a", "12", start=made)
 
 
+async def test_a_text_is_told_piece_by_piece(gateway: FakeGateway) -> None:
+    pieces: list[str] = []
+    async with AsyncBaton(gateway.url, retries=0) as baton:
+        assert [card["id"] for card in await baton.models()] == ["a", "same", "other", "plain"]
+        async with baton.conversation("a") as talk:
+            answer = await talk.say("one two", told=pieces.append, max_tokens=3)
+            assert (answer.text, pieces) == ("one two one", ["one", " two", " one"])
+            assert talk.handoff == (answer.handoff.id if answer.handoff else "")
+        async with baton.conversation("plain", save=False) as talk:
+            await talk.say("one", max_tokens=1)
+            await talk.say("two", max_tokens=1)
+    assert len(gateway.engine("plain").bodies[-1]["messages"]) == 3
+
+
 async def test_a_conversation_with_forks_that_speak_at_once(gateway: FakeGateway) -> None:
     async with AsyncBaton(gateway.url, retries=0) as baton:
         async with baton.conversation("a", system="9") as talk:

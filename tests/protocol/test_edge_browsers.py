@@ -381,6 +381,31 @@ def test_every_other_page_is_refused_as_before() -> None:
         assert httpx.post(f"{gateway.url}/v1/completions", json=TEXT, headers=twice).status_code == 403
 
 
+def test_the_operator_says_what_such_a_page_may_send() -> None:
+    edge = {
+        "allowed_origins": [PAGE],
+        "allowed_methods": ["GET"],
+        "allowed_headers": ["X-Trace"],
+        "allow_credentials": True,
+    }
+    with run_fake(FakeEngine("a"), edge=edge, metrics={"port": 0}) as gateway, gateway.client() as client:
+        trace = PREFLIGHT | {
+            "Access-Control-Request-Method": "GET",
+            "Access-Control-Request-Headers": "X-Trace",
+        }
+        asked = client.options("/v1/models", headers=trace)
+        assert (asked.status_code, asked.headers["access-control-allow-methods"]) == (200, "GET")
+        assert asked.headers["access-control-allow-credentials"] == "true"
+        assert client.options("/v1/completions", headers=PREFLIGHT).status_code == 400, "not by POST"
+        other = trace | {"Access-Control-Request-Headers": "X-Other"}
+        assert client.options("/v1/models", headers=other).status_code == 400
+
+
+def test_cookies_are_for_named_origins() -> None:
+    with pytest.raises(SettingsError, match="edge: allow_credentials: name the origins"):
+        load_settings(edge={"allowed_origins": ["*"], "allow_credentials": True})
+
+
 def test_any_page_at_all_needs_keys(tmp_path: Path) -> None:
     with (
         pytest.raises(SettingsError, match="needs API keys"),

@@ -23,6 +23,7 @@ from baton.config.settings import load_settings  # after the skip
 from baton.engines.backend import Operation  # after the skip
 from baton.engines.vllm import (
     arguments,  # after the skip
+    flags,  # after the skip
     handlers,  # after the skip
 )
 from baton.engines.vllm.client import CURRENT_CALL, Call, WatchedClient  # after the skip
@@ -177,7 +178,7 @@ async def test_the_engine_and_the_handlers_know_the_parser_however_it_is_given(
     if isinstance(given, dict):
         settings = EngineSettings(name="a", model="m", **given)
     else:
-        settings = arguments.settings_from_command_line(["m", *given])
+        settings = flags.read_command_line(["m", *given]).engine
     args = arguments.engine_args(settings, "m")
     config = args.create_structured_outputs_config()  # as `create_engine_config` does, of which it is a part
     seen = []

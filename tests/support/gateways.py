@@ -32,8 +32,8 @@ from baton.engines.engine import Engine
 from baton.engines.fake.engine import FakeEngine
 from baton.engines.fleet import Fleet
 from baton.engines.process.processes import segments_of, wait_until_gone
-from baton.http.uvicorn_server import GatewayServer, url_of
-from baton.serve import listen, listen_for_metrics
+from baton.http.uvicorn_server import GatewayServer, certificate_of, url_of
+from baton.serve import listen_for_clients, listen_for_metrics
 from baton.server import create_app
 from baton.telemetry.memory import MemoryReader
 from support.forks import ForkedCommand
@@ -111,13 +111,14 @@ def run_fake(
     fleet = Fleet(engines)
     ready = threading.Event()
     with (
-        listen(settings.host, settings.port, "--port") as listener,
+        listen_for_clients(settings) as listener,
         listen_for_metrics(settings, keyed=keyring_for(settings) is not None) as metrics_listener,
     ):
-        url = url_of(listener)
+        certificate = certificate_of(settings)
+        url = url_of(listener, "http" if certificate is None else "https")
         metrics_url = url_of(metrics_listener) if metrics_listener else url
         app = create_app(settings, fleet, metrics_listener=metrics_listener, memory_reader=memory_reader)
-        server = GatewayServer(app, settings, lambda _url: ready.set())
+        server = GatewayServer(app, settings, lambda _url: ready.set(), certificate)
         server.handle_signals = False
         runner = asyncio.Runner(loop_factory=server.config.get_loop_factory())  # of the loop of `baton serve`
         thread = threading.Thread(target=_run, args=(runner, server, listener))

@@ -157,7 +157,7 @@ def test_every_table_of_the_settings_is_looked_at() -> None:
 
 
 WRONG = ("", "no such thing", "-1", "1e99", "nan", "0x10", "{", "\x1b[31m\r\nport = 1", "x" * 10_000)
-TAKE_ANY_TEXT = ("HOST", "FOLDER", "DIR", "FILE", "STORE", "PATH", "ROOT", "LABEL")
+TAKE_ANY_TEXT = ("HOST", "FOLDER", "DIR", "FILE", "STORE", "PATH", "ROOT", "LABEL", "UDS")
 
 
 @each("variable", variables())

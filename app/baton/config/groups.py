@@ -468,6 +468,10 @@ Origin = Annotated[
 ]
 
 
+Method = Annotated[str, Field(pattern=r"^(\*|[A-Z]+)$", max_length=20)]
+HeaderName = Annotated[str, Field(pattern=r"^[!#$%&'*+.^_`|~0-9A-Za-z-]+$", max_length=100)]
+
+
 OF_OUR_OWN_ENGINES = (
     "kv_cache_memory", "gpu_share", "auto", "translate", "latent", "io_processor", "classic_plugin", "args",
     "serving",
@@ -511,7 +515,8 @@ class EngineSettings(Frozen):
     kv_cache_memory: ByteSize | None = Field(
         None,
         ge=16 * MIB,
-        description="Size of the KV pool. Unset: 512 MiB on a CPU, vLLM's own choice on a GPU. "
+        description="Size of the KV pool. Unset: 512 MiB on a CPU without `args.gpu_memory_utilization`, "
+        "vLLM's own choice on a GPU. "
         "On a GPU that several engines share, set `gpu_share` instead.",
     )
     gpu_share: float | None = Field(
@@ -694,6 +699,52 @@ class EdgeSettings(Frozen):
         "`http://localhost:3000`, `app://localhost`, or `*` with keys: any. Empty: pages of other sites "
         "read nothing.",
     )
+    allowed_methods: tuple[Method, ...] = Field(
+        ("DELETE", "GET", "HEAD", "PATCH", "POST"),
+        description="Methods that these pages may use; `*`: any.",
+    )
+    allowed_headers: tuple[HeaderName, ...] = Field(
+        ("*",), description="Headers that these pages may send; `*`: any."
+    )
+    allow_credentials: bool = Field(
+        False,
+        description="Whether browsers send these pages' cookies along, which a proxy before the gateway may "
+        "want; the gateway's own keys need it not. Not with the origin `*`.",
+    )
+
+    @model_validator(mode="after")
+    def _cookies_go_to_named_origins(self) -> EdgeSettings:
+        if self.allow_credentials and "*" in self.allowed_origins:
+            raise ValueError("allow_credentials: name the origins instead of '*' in `edge.allowed_origins`")
+        return self
+
+
+class TlsSettings(Frozen):
+    """`[tls]`: the certificate of a gateway that speaks HTTPS itself."""
+
+    cert_file: Path | None = Field(
+        None,
+        description="The certificate and those that sign it, as PEM. It is read again when it changes, "
+        "as are the other two files. Unset: plain HTTP.",
+    )
+    key_file: Path | None = Field(None, description="Its private key, as PEM. Unset: it is in `cert_file`.")
+    ca_file: Path | None = Field(None, description="Certificates that sign those of clients, as PEM.")
+    client_certs: Literal["none", "optional", "required"] = Field(
+        "none",
+        description="Whether clients show a certificate that `ca_file` signs. It does not stand for a key.",
+    )
+    ciphers: str | None = Field(
+        None, min_length=1, description="Ciphers of TLS 1.2, as OpenSSL lists them. Unset: Python's choice."
+    )
+
+    @model_validator(mode="after")
+    def _nothing_without_a_certificate(self) -> TlsSettings:
+        others = (self.key_file, self.ca_file, self.ciphers)
+        if self.cert_file is None and (self.client_certs != "none" or any(others)):
+            raise ValueError("cert_file: give the certificate too")
+        if self.client_certs != "none" and self.ca_file is None:
+            raise ValueError("ca_file: give the certificates that sign those of clients")
+        return self
 
 
 class AdmissionSettings(Frozen):

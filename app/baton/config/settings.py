@@ -35,12 +35,15 @@ from baton.config.groups import (
     PoolingSettings,
     ResponseSettings,
     SupervisionSettings,
+    TlsSettings,
 )
 from baton.errors import SettingsError
 
 ENV_PREFIX = "BATON_"
 CONFIG_VARIABLE = "BATON_CONFIG"
 DEFAULT_CONFIG = Path("baton.toml")
+LONGEST_SOCKET = 107
+"""Bytes of the path of a Unix socket, by Linux."""
 
 
 def _embedded_engines() -> tuple[EngineSettings, ...]:
@@ -65,6 +68,17 @@ class Settings(BaseSettings):
         "127.0.0.1", description="Address to listen on. Any other than loopback needs API keys."
     )
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 picks a free one.")
+    uds: Path | None = Field(
+        None,
+        description="Unix socket to listen on instead of host and port; who may use the socket may use the "
+        "gateway.",
+    )
+    root_path: str = Field(
+        "",
+        pattern=r"^(/[A-Za-z0-9._~-]+)*$",
+        description="Path under which a proxy before the gateway shows it, such as `/llm`; the proxy may "
+        "leave it in place or take it away.",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info",
         description="Least severe line that is logged. `debug` also shows what the engines print, "
@@ -99,6 +113,7 @@ class Settings(BaseSettings):
     limits: LimitSettings = LimitSettings()
     images: ImageSettings = ImageSettings()
     edge: EdgeSettings = EdgeSettings()
+    tls: TlsSettings = TlsSettings()
     admission: AdmissionSettings = AdmissionSettings()
     metrics: MetricsSettings = MetricsSettings()
     supervision: SupervisionSettings = SupervisionSettings()
@@ -172,6 +187,14 @@ class Settings(BaseSettings):
                 )
         return self
 
+    @model_validator(mode="after")
+    def _a_unix_socket_can_be_had(self) -> Settings:
+        if self.uds is not None and len(os.fsencode(self.uds)) > LONGEST_SOCKET:
+            raise ValueError(f"uds: the path of a Unix socket has at most {LONGEST_SOCKET} bytes")
+        if self.uds is not None and self.tls.cert_file is not None:
+            raise ValueError("uds: leave `tls` out: what goes over a Unix socket stays on this machine")
+        return self
+
     @property
     def own_engines(self) -> tuple[EngineSettings, ...]:
         """Return the engines that run here; the others are servers elsewhere."""
@@ -180,7 +203,7 @@ class Settings(BaseSettings):
     @property
     def loopback(self) -> bool:
         """Return whether only this machine can reach the gateway."""
-        return is_loopback(self.host)
+        return self.uds is not None or is_loopback(self.host)
 
     def shared(self, *, keyed: bool) -> bool:
         """Return whether the gateway's port is for others too: other machines, or tenants with keys."""
@@ -274,6 +297,28 @@ def _read_file(config: Path | None) -> dict[str, Any]:
         raise SettingsError(f"{path}: {error.strerror or 'cannot be read'}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsError(f"{path}: not valid TOML: {error}") from None
+
+
+def read_flags(file: Path) -> dict[str, Any]:
+    """Return the flags and their values in a YAML file for vLLM's `--config`, with dashes in their names.
+
+    Raises:
+        SettingsError: it cannot be read, or is no mapping of flags.
+    """
+    import yaml  # vLLM brings it
+
+    try:
+        found = yaml.safe_load(file.read_text())
+    except OSError as error:
+        raise SettingsError(f"{file}: {error.strerror or 'cannot be read'}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{file}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
+        raise SettingsError(f"{file}: must be a mapping of vLLM's flags, such as `max-model-len: 4096`")
+    flags = {key.replace("_", "-"): value for key, value in found.items()}
+    if "config" in flags:
+        raise SettingsError(f"{file}: config: leave it out: a file of flags names no other")
+    return flags
 
 
 def reasons(error: ValidationError) -> list[str]:

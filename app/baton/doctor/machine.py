@@ -183,7 +183,7 @@ def examine(config: Path | None) -> list[Finding]:
         *(_own_engines(settings) if settings.own_engines else ()),
         *examine_servers(settings),
         *_far_stores(settings),
-        *_port("port", settings.host, settings.port, "--port"),
+        *_door(settings),
         *_metrics_port(settings),
     ]
 
@@ -218,6 +218,26 @@ def _far_stores(settings: Settings) -> Iterator[Finding]:
         from baton.doctor.archive import examine_archive
 
         yield from examine_archive(settings)
+
+
+def _door(settings: Settings) -> Iterator[Finding]:
+    """Check where clients come in: port and certificate, or the folder of the Unix socket."""
+    if settings.uds is not None:
+        folder = settings.uds.expanduser().resolve().parent
+        bad = not folder.is_dir()
+        text = f"{settings.uds}: {'there is no folder' if bad else 'its folder is'} {folder}"
+        yield Finding("socket", text, bad, "make the folder, or choose another `uds`" if bad else "")
+        return
+    yield from _port("port", settings.host, settings.port, "--port")
+    if settings.tls.cert_file is not None:
+        from baton.http.uvicorn_server import certificate_of  # FastAPI and uvicorn, for what has TLS alone
+
+        try:
+            certificate_of(settings)
+        except OperatorError as error:
+            yield Finding("certificate", error.message, True, "give the files of `tls` anew")
+        else:
+            yield Finding("certificate", f"{settings.tls.cert_file} can be used")
 
 
 def _metrics_port(settings: Settings) -> Iterator[Finding]:

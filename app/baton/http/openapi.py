@@ -152,8 +152,12 @@ def _vllm_schemas() -> dict[str, Any]:
     return loaded
 
 
-def install(app: FastAPI) -> None:
-    """Serve the full document at `/openapi.json` of an app; it is written once, at the first request."""
+def install(app: FastAPI, root_path: str = "") -> None:
+    """Serve the full document at `/openapi.json` of an app; it is written once, at the first request.
+
+    Args:
+        root_path: path under which a proxy shows the app.
+    """
     made: list[asyncio.Task[bytes]] = []
 
     @cache
@@ -163,6 +167,7 @@ def install(app: FastAPI) -> None:
             version=__version__,
             summary="Several vLLM engines behind one OpenAI-compatible gateway",
             routes=app.routes,
+            servers=[{"url": root_path}] if root_path else None,
         )
         _add_schemas(openapi)
         return openapi

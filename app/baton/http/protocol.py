@@ -263,6 +263,9 @@ class EdgeProtocol(H11Protocol):
             self.cycle.message_event.set()
             self.flow.resume_writing()
         self.flow.resume_reading()
+        if not self.transport.can_write_eof():  # TLS: its end reads on by itself, and is limited
+            self.transport.close()
+            return
         self.transport.write_eof()
         self._asking.start(LINGER_S)
 

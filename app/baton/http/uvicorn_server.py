@@ -1,4 +1,4 @@
-"""Run an app under uvicorn: signals, drain, the exit code, and a second server for `/metrics`."""
+"""Run an app under uvicorn: TLS, signals, drain, the exit code, and a second server for `/metrics`."""
 
 from __future__ import annotations
 
@@ -7,34 +7,147 @@ import contextlib
 import gc
 import signal
 import socket
+import ssl
+import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from math import ceil
+from pathlib import Path
 from typing import Any
 
 import structlog
 import uvicorn
 from fastapi import FastAPI
 
-from baton.config.groups import EdgeSettings
+from baton.config.groups import EdgeSettings, TlsSettings
 from baton.config.settings import Settings
-from baton.errors import FleetLost, OperatorError, StartError
+from baton.errors import FleetLost, OperatorError, SettingsError, StartError
 from baton.http.middleware.frame import ERROR_WITHIN_S
 from baton.http.protocol import protocol_for
 from baton.http.request import Gateway
 from baton.telemetry.metrics import GatewayMetrics
 
+STARTUP_FAILURE = 3
+"""uvicorn's exit code of an app that did not start."""
 DATE_EVERY_S = 1.0
 LOOK_EVERY_S = 0.01
 """Seconds between two looks whether the last requests have finished, during a stop."""
 
 
-def url_of(listener: socket.socket) -> str:
-    """Return the URL of a listening socket."""
+def url_of(listener: socket.socket, scheme: str = "http") -> str:
+    """Return the URL of a listening socket; of a Unix socket one whose host means nothing."""
+    if listener.family == socket.AF_UNIX:
+        return f"{scheme}://localhost"
     host, port = listener.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def _uvicorn_config(app: Any, edge: EdgeSettings, metrics: GatewayMetrics, **options: Any) -> uvicorn.Config:
+# Speak TLS, with the certificate that the files hold now.
+
+
+CLIENT_CERTS = {"none": ssl.CERT_NONE, "optional": ssl.CERT_OPTIONAL, "required": ssl.CERT_REQUIRED}
+Version = tuple[tuple[int, int, int] | None, ...]
+
+
+class Certificate:
+    """The TLS context of a certificate's files, made anew once they have changed.
+
+    Each handshake looks at the files, so that a renewed certificate is used by the next client and nothing
+    runs in between. While they are wrong, such as half written, the last good ones are used.
+
+    Raises:
+        SettingsError: a file cannot be read, or is no certificate, no key, or not its key.
+    """
+
+    def __init__(self, settings: TlsSettings) -> None:
+        self._settings = settings
+        named = {name: getattr(settings, name) for name in ("cert_file", "key_file", "ca_file")}
+        self._files = {f"tls.{name}": file.expanduser() for name, file in named.items() if file is not None}
+        self._log = structlog.get_logger("baton.server")
+        self._read_at = self._version()
+        self._now = self.context = self._read()
+        self.context.sni_callback = self._handshake
+
+    def _version(self) -> Version:
+        return tuple(map(_version_of, self._files.values()))
+
+    def _read(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols(["http/1.1"])
+        where, read = "tls.cert_file", self._files.get
+        try:
+            for where, file in self._files.items():  # noqa: B007  # it names the file of an error
+                file.open("rb").close()
+            where = "tls.cert_file"
+            context.load_cert_chain(self._files[where], read("tls.key_file"), password=_no_password)
+            if (authorities := read("tls.ca_file")) is not None:
+                where = "tls.ca_file"
+                context.load_verify_locations(authorities)
+            if self._settings.ciphers is not None:
+                where = "tls.ciphers"
+                context.set_ciphers(self._settings.ciphers)
+        except (OSError, ValueError) as error:
+            given = read(where, self._settings.ciphers)
+            raise SettingsError(f"{where}: {given}: {_why_not_read(where, error)}") from None
+        context.verify_mode = CLIENT_CERTS[self._settings.client_certs]
+        return context
+
+    def _handshake(self, connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
+        """Give a new connection the certificate of now; OpenSSL calls this once it has read its greeting."""
+        version = self._version()
+        if version != self._read_at:
+            self._read_at = version
+            try:
+                self._now = self._read()
+                self._log.info("certificate_read", file=str(self._settings.cert_file))
+            except SettingsError as error:
+                self._log.warning("certificate_not_read", reason=error.message)
+        connection.context = self._now
+
+
+def _version_of(file: Path) -> tuple[int, int, int] | None:
+    """Return what changes when a file does; None: it is not there."""
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _why_not_read(where: str, error: OSError | ValueError) -> str:
+    if not isinstance(error, ssl.SSLError):
+        return getattr(error, "strerror", None) or str(error)
+    if where == "tls.ciphers":
+        return "OpenSSL knows none of them"
+    if error.reason == "KEY_VALUES_MISMATCH":
+        return "`tls.key_file` is the key of another certificate"
+    return f"no certificate and key as PEM ({error.reason or error})"
+
+
+def _no_password() -> str:
+    """Keep OpenSSL from asking the terminal for the password of an encrypted key."""
+    raise ValueError("the key is encrypted: give it without a password, in a file that others cannot read")
+
+
+def certificate_of(settings: Settings) -> Certificate | None:
+    """Read the gateway's certificate; None: it has none, and speaks plain HTTP.
+
+    Raises:
+        SettingsError: it cannot be read.
+    """
+    return None if settings.tls.cert_file is None else Certificate(settings.tls)
+
+
+def _uvicorn_config(
+    app: Any,
+    edge: EdgeSettings,
+    metrics: GatewayMetrics,
+    certificate: Certificate | None = None,
+    **options: Any,
+) -> uvicorn.Config:
+    if certificate is not None:
+        options["ssl_context_factory"] = lambda _config, _default: certificate.context
     return uvicorn.Config(
         app,
         http=protocol_for(edge, metrics),
@@ -50,9 +163,38 @@ def _uvicorn_config(app: Any, edge: EdgeSettings, metrics: GatewayMetrics, **opt
 class _Server(uvicorn.Server):
     """uvicorn's server, which ends as soon as it may: uvicorn itself only looks ten times a second."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, edge: EdgeSettings) -> None:
         self._exit = asyncio.Event()
+        self._edge = edge
         super().__init__(config)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start the app and listen; with TLS as uvicorn does, but for a limit on every handshake."""
+        if self.config.ssl is None:
+            await super().startup(sockets)
+            return
+        await self.lifespan.startup()
+        if self.lifespan.should_exit:
+            sys.exit(STARTUP_FAILURE)
+        loop = asyncio.get_running_loop()
+        connection = partial(
+            self.config.http_protocol_class,
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
+        self.servers = [
+            await loop.create_server(
+                connection,
+                sock=listener,
+                ssl=self.config.ssl,
+                ssl_handshake_timeout=self._edge.header_s,
+                ssl_shutdown_timeout=self._edge.send_s,
+                backlog=self.config.backlog,
+            )
+            for listener in sockets or []
+        ]
+        self.started = True
 
     @property
     def should_exit(self) -> bool:
@@ -96,7 +238,7 @@ class MetricsServer(_Server):
     """Serves `/metrics` on a second port. Signals are handled by the first server."""
 
     def __init__(self, app: Any, edge: EdgeSettings, metrics: GatewayMetrics) -> None:
-        super().__init__(_uvicorn_config(app, edge, metrics))
+        super().__init__(_uvicorn_config(app, edge, metrics), edge)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -109,21 +251,30 @@ class GatewayServer(_Server):
     Args:
         app: from `create_app`.
         on_ready: called with the URL once every engine has started.
+        certificate: for HTTPS; None: plain HTTP.
 
     Attributes:
         failure: why the engines failed, if they did.
         handle_signals: stop on SIGINT and SIGTERM; off where another part of the process handles them.
     """
 
-    def __init__(self, app: FastAPI, settings: Settings, on_ready: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        app: FastAPI,
+        settings: Settings,
+        on_ready: Callable[[str], None],
+        certificate: Certificate | None = None,
+    ) -> None:
         super().__init__(
             _uvicorn_config(
                 app,
                 settings.edge,
                 app.state.gateway.metrics,
+                certificate,
                 lifespan="on",
                 timeout_graceful_shutdown=settings.drain_timeout_s + ceil(ERROR_WITHIN_S) + 1,
-            )
+            ),
+            settings.edge,
         )
         self._app = app
         self._settings = settings
@@ -187,7 +338,8 @@ class GatewayServer(_Server):
 
     @property
     def url(self) -> str:
-        return url_of(self.servers[0].sockets[0])
+        scheme = "http" if self.config.ssl is None else "https"
+        return url_of(self.servers[0].sockets[0], scheme)
 
     def _fleet_started(self, started: asyncio.Task[None]) -> None:
         if started.cancelled():

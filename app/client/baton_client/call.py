@@ -17,6 +17,7 @@ from baton_client.values import Json, Progress
 
 T = TypeVar("T")
 Report: TypeAlias = Callable[[Progress], object]
+Told: TypeAlias = Callable[[str], object]
 CHUNK_BYTES = 1 << 20
 
 
@@ -96,6 +97,8 @@ class Call(Generic[T]):
         headers: besides those of every request.
         target: the file that the answer is written to; None: it is returned.
         report: called with the progress of the answer's arrival.
+        told: called with each piece of a chat's text as it comes; the answer is then a stream of events, and
+            read as if it had come whole.
     """
 
     method: str
@@ -106,6 +109,7 @@ class Call(Generic[T]):
     headers: Mapping[str, str] = field(default_factory=dict)
     target: Path | None = None
     report: Report | None = None
+    told: Told | None = None
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,7 @@ class Baton:
         self._driver.close()
 
     chat = blocking(routes.chat)
+    models = blocking(routes.models)
     scene = blocking(routes.scene)
 
     def conversation(
@@ -73,6 +74,7 @@ class Baton:
         start: Start | None = None,
         label: str | None = None,
         keep: bool = False,
+        save: bool = True,
     ) -> Conversation:
         """Begin a conversation of which each turn sends the new message alone; nothing is sent yet.
 
@@ -81,8 +83,9 @@ class Baton:
             start: the handoff that it goes on from; it is never deleted.
             label: given to what it saves; its last handoff is kept, and `handoffs.find` returns it.
             keep: whether all that it saves is kept.
+            save: whether it saves handoffs; False, for models without them: each turn sends all messages.
         """
-        turns = first_turns(model, self._driver.retries, system, start, label, keep)
+        turns = first_turns(model, self._driver.retries, system, start, label, keep, save)
         return Conversation(self._driver, turns)
 
 
@@ -116,6 +119,7 @@ class AsyncBaton:
         await self._driver.close()
 
     chat = awaiting(routes.chat)
+    models = awaiting(routes.models)
     scene = awaiting(routes.scene)
 
     def conversation(
@@ -126,7 +130,8 @@ class AsyncBaton:
         start: Start | None = None,
         label: str | None = None,
         keep: bool = False,
+        save: bool = True,
     ) -> AsyncConversation:
         """Begin a conversation of which each turn sends the new message alone; see `Baton.conversation`."""
-        turns = first_turns(model, self._driver.retries, system, start, label, keep)
+        turns = first_turns(model, self._driver.retries, system, start, label, keep, save)
         return AsyncConversation(self._driver, turns)

@@ -45,7 +45,8 @@ class Conversation:
         """Send one message of the user, and save the context with its answer.
 
         Args:
-            fields: of the request, such as `max_tokens`; with `label` or `pin` this turn's handoff is kept.
+            fields: of the request, such as `max_tokens`; with `label` or `pin` this turn's handoff is kept;
+                `told` is called with each piece of text as it comes.
 
         Raises:
             NotFound: the handoff of the turn before has expired or was deleted.

@@ -62,7 +62,7 @@ class Driver:
         try:
             with self._http.stream(**options_of(step, asynchronous=False)) as response:
                 arrival.begin(response)
-                for piece in response.iter_bytes(CHUNK_BYTES):
+                for piece in response.iter_bytes(None if step.told else CHUNK_BYTES):
                     arrival.count(piece)
                     arrival.write(piece)
                     arrival.report()
@@ -110,7 +110,7 @@ class AsyncDriver:
         try:
             async with self._http.stream(**options_of(step, asynchronous=True)) as response:
                 arrival.begin(response)
-                async for piece in response.aiter_bytes(CHUNK_BYTES):
+                async for piece in response.aiter_bytes(None if step.told else CHUNK_BYTES):
                     arrival.count(piece)
                     if arrival.to_file:
                         await asyncio.to_thread(arrival.write, piece)

@@ -47,7 +47,7 @@ class Retries:
 
     def after_loss(self, call: Call[Any], lost: ConnectionLost, attempt: int) -> float | None:
         """Return the seconds to wait before a call without a whole answer is sent again; None: it is not."""
-        half_written = lost.answered and call.target is not None
+        half_written = lost.answered and (call.target is not None or call.told is not None)
         if not lost.resend or half_written or attempt >= self.limit:
             return None
         return self._backoff(attempt)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 from urllib.parse import quote
 
-from baton_client.call import Call, Reply, Report, Upload
+from baton_client.call import Call, Reply, Report, Told, Upload
 from baton_client.values import Answer, Handoff, Json, SceneAnswer
 
 PAGE_ROWS = 100
@@ -84,6 +84,7 @@ def chat(
     pin: bool = False,
     ttl_s: int | None = None,
     latent_steps: int = 0,
+    told: Told | None = None,
     **fields: Any,
 ) -> Call[Answer]:
     """Ask a model, from a handoff or from the beginning.
@@ -100,6 +101,7 @@ def chat(
         pin: whether its KV stays when others' is evicted.
         ttl_s: seconds it lives; None: as long as the gateway allows.
         latent_steps: number of latent steps after the prompt.
+        told: called with each piece of the answer's text as it comes; None: the answer comes whole.
         fields: further fields of the request, such as `max_tokens` and `temperature`.
 
     Raises:
@@ -107,11 +109,12 @@ def chat(
         Overloaded: the gateway still has too much to do after the retries.
         ApiError: the gateway refused the request, or failed.
         ConnectionLost: no answer came.
-        ValueError: `stream` is set; this client does not stream.
+        ValueError: `stream` is set, in place of `told`.
     """
     starting = {"join": join, "order": order, "translate": translate}
     saving = {"label": label, "pin": pin, "ttl_s": ttl_s, "latent_steps": latent_steps}
-    return chat_call(model, messages, start, starting, save=save, saving=saving, fields=fields)
+    asked = fields | {"told": told}
+    return chat_call(model, messages, start, starting, save=save, saving=saving, fields=asked)
 
 
 def chat_call(
@@ -129,16 +132,24 @@ def chat_call(
     Args:
         starting: `join`, `order`, `translate`.
         saving: `label`, `ttl_s`, `pin`, `latent_steps`; any of them means `save`.
+        fields: of the body, and `told`.
     """
     if fields.get("stream"):
-        raise ValueError("This client does not stream: use an OpenAI client with a HandoffTransport.")
+        raise ValueError(
+            "Give `told`, which is called with each piece of text; for events use an OpenAI client with a "
+            "HandoffTransport."
+        )
+    told: Told | None = fields.get("told")
     handoff = given(save=given(**saving) or save)
     if start is not None:
         handoff |= {"from": ids_of(start)} | chosen(starting)
     body: Json = {**fields, "model": model, "messages": messages_of(messages)}
+    body.pop("told", None)
+    if told is not None:
+        body = {"stream_options": {"include_usage": True}} | body | {"stream": True}
     if handoff:
         body["handoff"] = handoff
-    return Call("POST", "/v1/chat/completions", lambda reply: Answer.of(_json(reply)), body)
+    return Call("POST", "/v1/chat/completions", lambda reply: Answer.of(_json(reply)), body, told=told)
 
 
 def create_handoff(
@@ -209,6 +220,11 @@ def change_handoff(
 def delete_handoff(handoff: Start) -> Call[None]:
     """Return the call that deletes a handoff."""
     return Call("DELETE", _path(handoff), lambda _reply: None)
+
+
+def models() -> Call[list[Json]]:
+    """Return the cards of the models that the gateway serves, as `/v1/models` has them."""
+    return Call("GET", "/v1/models", lambda reply: list(_json(reply)["data"]))
 
 
 def list_handoffs(after: str | None = None) -> Call[Page]:

@@ -69,6 +69,7 @@ class Turns:
         unsaved: messages that no handoff holds yet; the first turn sends them.
         label: given to each handoff that it saves; the last one is kept. None: none is.
         keep: whether all that it saves is kept.
+        save: whether it saves handoffs; False: each turn sends all messages since `start`.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Turns:
         unsaved: Iterable[Json] = (),
         label: str | None = None,
         keep: bool = False,
+        save: bool = True,
         users: Users | None = None,
     ) -> None:
         self.handoff = start
@@ -88,6 +90,7 @@ class Turns:
         self._unsaved = list(unsaved)
         self._label = label
         self._keep = keep
+        self._save = save
         self._users = users or Users()
         self._saved: list[str] = []
         self._borrowed = [start] if start is not None and self._users.knows(start) else []
@@ -109,7 +112,9 @@ class Turns:
         saving = {"label": self._label} | {name: fields[name] for name in SAVING if name in fields}
         rest = {name: value for name, value in fields.items() if name not in SAVING}
         sent = [*self._unsaved, *messages]
-        call = routes.chat_call(self._model, sent, self.handoff, {}, save=True, saving=saving, fields=rest)
+        call = routes.chat_call(
+            self._model, sent, self.handoff, {}, save=self._save, saving=saving, fields=rest
+        )
         answer = yield from exchange(call, self._retries)
         asked_to_keep = self._keep or fields.get("label") is not None or bool(fields.get("pin"))
         self._take(answer, sent, keep=asked_to_keep)
@@ -141,6 +146,7 @@ class Turns:
             unsaved=self._unsaved,
             label=label,
             keep=self._keep,
+            save=self._save,
             users=self._users,
         )
 
@@ -199,8 +205,9 @@ def first_turns(
     start: Start | None,
     label: str | None,
     keep: bool,
+    save: bool = True,
 ) -> Turns:
     """Return the state of a new conversation."""
     unsaved = [] if system is None else [{"role": "system", "content": system}]
     begin = None if start is None else routes.id_of(start)
-    return Turns(model, retries, start=begin, unsaved=unsaved, label=label, keep=keep)
+    return Turns(model, retries, start=begin, unsaved=unsaved, label=label, keep=keep, save=save)

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, TypedDict
 
 import httpx
 
-from baton_client.call import Call, Reply, Upload
+from baton_client.call import Call, Reply, Told, Upload
 from baton_client.errors import BadAnswer, ConnectionLost, TimedOut
-from baton_client.values import Progress
+from baton_client.values import Json, Progress
 
 CONNECT_WITHIN_S = 10.0
 PLAIN = {"Accept-Encoding": "identity"}
 """A few bytes of a compressed answer may stand for all of a machine's memory."""
 OF_A_FILE = 64
 """A file may have this many times the bytes of an answer in memory."""
+FAILED_MIDWAY = 500
+"""Stands for the status of an error that comes as an event of a stream, which has none."""
+SET_ONCE = frozenset({"role", "id", "type"})
+"""Texts of a delta that are not continued by the next."""
 NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 WORTH_RESENDING = (httpx.NetworkError, httpx.RemoteProtocolError, httpx.ConnectTimeout, httpx.PoolTimeout)
 
@@ -93,6 +99,7 @@ class Arrival:
         self._pieces: list[bytes] = []
         self._file: BinaryIO | None = None
         self._done = 0
+        self._stream: ChatStream | None = None
 
     def begin(self, response: httpx.Response) -> None:
         """Take in the status and the headers.
@@ -113,11 +120,16 @@ class Arrival:
             self._file = _open_beside(self._call.target)
             self.to_file = True
             self._most *= OF_A_FILE
+        kind = response.headers.get("content-type", "").partition(";")[0]
+        if self._call.told is not None and response.is_success and kind == "text/event-stream":
+            self._stream = ChatStream(self._call.told)
 
     def write(self, piece: bytes) -> None:
         """Take in a piece of the body; one for a file may be written in a thread."""
         if self._file is not None:
             self._file.write(piece)
+        elif self._stream is not None:
+            self._stream.write(piece)
         else:
             self._pieces.append(piece)
 
@@ -140,7 +152,13 @@ class Arrival:
             self._call.report(Progress("receiving", self._done, self._total))
 
     def end(self) -> Reply:
-        """Return the whole answer."""
+        """Return the whole answer.
+
+        Raises:
+            ConnectionLost: a stream of events ended before its last one.
+        """
+        if self._stream is not None:
+            return self._stream.end(self._response.status_code, self._response.headers)
         if self._file is not None and self._call.target is not None:
             self._file.close()
             os.replace(self._file.name, self._call.target)
@@ -154,6 +172,87 @@ class Arrival:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._file.name)
             self._file = None
+
+
+class ChatStream:
+    """Puts the events of a streamed chat together, as the answer that would have come whole.
+
+    Args:
+        told: called with each piece of the first answer's text.
+    """
+
+    def __init__(self, told: Told) -> None:
+        self._told = told
+        self._rest = b""
+        self._body: Json = {}
+        self._message: Json = {"role": "assistant", "content": ""}
+        self._finish: str | None = None
+        self._failed: bytes | None = None
+        self._ended = False
+
+    def write(self, piece: bytes) -> None:
+        """Take in a piece of the stream; events may be cut anywhere."""
+        *lines, self._rest = (self._rest + piece).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                self._take(line.removeprefix(b"data:").strip())
+
+    def _take(self, data: bytes) -> None:
+        if data == b"[DONE]":
+            self._ended = True
+            return
+        try:
+            chunk: Json = json.loads(data)
+            if "error" in chunk:
+                self._failed = self._failed or data
+                return
+            self._body |= {name: value for name, value in chunk.items() if value is not None}
+            for choice in chunk.get("choices") or ():
+                if not choice.get("index"):
+                    self._finish = choice.get("finish_reason") or self._finish
+                    self._add(choice.get("delta") or {})
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise BadAnswer(f"An event of the stream is not in the API's form: {error}.") from error
+
+    def _add(self, delta: Json) -> None:
+        _merge(self._message, delta)
+        if text := delta.get("content"):
+            self._told(text)
+
+    def end(self, status: int, headers: Mapping[str, str]) -> Reply:
+        """Return the answer that would have come whole.
+
+        Raises:
+            ConnectionLost: the last event did not come.
+        """
+        if self._failed is not None:
+            return Reply(FAILED_MIDWAY, headers, self._failed)
+        if not self._ended:
+            raise ConnectionLost(
+                "The answer broke off: its last event did not come.", answered=True, resend=False
+            )
+        choice = {"index": 0, "message": self._message, "finish_reason": self._finish}
+        body = self._body | {"object": "chat.completion", "choices": [choice]}
+        return Reply(status, headers, json.dumps(body).encode())
+
+
+def _merge(whole: Json, part: Json) -> None:
+    """Add the pieces of a delta: texts are continued, lists by each entry's `index`, the rest is set."""
+    for name, value in part.items():
+        had = whole.get(name)
+        if isinstance(value, dict):
+            _merge(whole.setdefault(name, {}), value)
+        elif isinstance(value, list):
+            entries = whole.setdefault(name, [])
+            for entry in value:
+                place = entry.get("index", len(entries))
+                if place >= len(entries):
+                    entries.append({})
+                _merge(entries[place], {key: each for key, each in entry.items() if key != "index"})
+        elif isinstance(value, str) and isinstance(had, str) and name not in SET_ONCE:
+            whole[name] = had + value
+        elif value is not None:
+            whole[name] = value
 
 
 def _open_beside(target: Path) -> BinaryIO:

@@ -1,10 +1,11 @@
-"""Write an engine's settings as vLLM's arguments, and read a `vllm serve` command line as settings."""
+"""Write an engine's settings as vLLM's arguments; `flags.py` reads them from a command line."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import json
-from argparse import ArgumentTypeError, Namespace
+from argparse import Namespace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from baton.config.groups import CPU_KV_CACHE_BYTES, EngineSettings
-from baton.config.settings import nearest, reasons
+from baton.config.settings import nearest
 from baton.engines.hardware import dtype_for, read_processor
 from baton.engines.scrub import WRONG_KIND, scrub
 from baton.errors import SettingsError
@@ -28,16 +29,13 @@ from baton.telemetry.memory import MemoryReader
 from baton_latent.contract import PLACEHOLDER_KEY, latent_overrides, thinks
 
 try:
-    from vllm.entrypoints.launchers.cli_args import BaseFrontendArgs, make_arg_parser
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, propagate_flash_late_interaction
 except ImportError:  # vLLM 0.33
     from vllm.entrypoints.common.cli_args import (  # type: ignore[import-not-found]  # types are of the lock's vLLM
-        BaseFrontendArgs,
         make_arg_parser,
+        propagate_flash_late_interaction,
     )
 
-
-FRONTEND_FLAGS = frozenset(field.name for field in dataclasses.fields(BaseFrontendArgs))
-"""What vLLM's own server is told beside its engine's arguments."""
 
 MOVES_EXTENSION = "baton_kv.extension.BatonWorker"
 """The extension of vLLM's worker that lets the connector move KV."""
@@ -52,6 +50,10 @@ OWNED = {
 }
 """Engine arguments that are set elsewhere in the settings, and where."""
 
+NO_SLEEP = "Baton has no route that puts an engine to sleep; stop the gateway instead"
+RANKS_STAY = "Baton does not change an engine's ranks while it runs; add gateways instead"
+SUPERVISED = "Baton restarts engines itself; see `[supervision]`"
+LOGS = "Baton writes the logs of its engines too; set `log_level` and `log_format`"
 NOT_HONOURED = {
     "aggregate_engine_logging": "Baton logs no periodic statistics; read `/metrics`",
     "allowed_local_media_path": "Baton reads no local files for clients; send images as `data:` URLs",
@@ -59,12 +61,27 @@ NOT_HONOURED = {
     "data_parallel_backend": "Baton starts no engine through Ray; scale by replicas of the gateway instead, "
     "`serve run baton.ray:app replicas=N`",
     "data_parallel_multi_port_external_lb": "Baton serves all engines on one port",
+    "elastic_ep_max_dp_size": RANKS_STAY,
+    "enable_elastic_ep": RANKS_STAY,
+    "enable_fault_tolerance": SUPERVISED,
     "enable_log_requests": "Baton writes one line for each request, without its texts",
+    "enable_nccl_comm_suspend": NO_SLEEP,
+    "enable_sleep_mode": NO_SLEEP,
+    "fault_tolerance_config": SUPERVISED,
+    "log_config_file": LOGS,
+    "log_level": LOGS,
+    "logging_config": LOGS,
+    "profiler_config": "Baton has no route that starts a profile; `/metrics` says where time goes",
+    "scheduling_policy": "Baton drops clients' `priority` and serves tenants in turns; see `[admission]`",
     "shutdown_timeout": "Baton lets running requests finish itself; set `drain_timeout_s`",
+    "sleep_mode_backend": NO_SLEEP,
+    "sleep_mode_offload_cudagraph": NO_SLEEP,
+    "sleep_preserve_parameter_names": NO_SLEEP,
     "tokens_only": "Baton offers the routes with text; `/v1/completions` takes token ids too",
+    "weight_transfer_config": "Baton has no route that takes weights; start the gateway anew with them",
 }
-"""Engine arguments that only vLLM's own server acts on, or whose processes Baton cannot supervise, and what
-to use instead."""
+"""Engine arguments that only vLLM's own server acts on, that nothing here reaches, or whose processes Baton
+cannot supervise, and what to use instead."""
 
 RAY_EXECUTOR = (
     'Baton starts no engine\'s workers through Ray: leave it unset, or set "mp"; on more machines scale by '
@@ -73,19 +90,26 @@ RAY_EXECUTOR = (
 """Why Ray's `distributed_executor_backend` is refused: no gateway could end its workers."""
 
 SERVING_OPTIONS = (
+    "anthropic_disabled_thinking_effort",
     "chat_template",
     "chat_template_content_format",
+    "cohere_format",
     "default_chat_template_kwargs",
     "enable_auto_tool_choice",
+    "enable_flash_late_interaction",
     "enable_force_include_usage",
     "enable_per_request_metrics",
     "exclude_tools_when_tool_choice_none",
+    "fingerprint_mode",
+    "fingerprint_value",
+    "reasoning_effort_map",
     "response_role",
     "return_tokens_as_token_ids",
     "tool_call_parser",
+    "tool_parser_plugin",
     "tool_strict_level",
 )
-"""The serving options of vLLM that an engine's `serving` table may hold."""
+"""The serving options of vLLM that an engine's `serving` table may hold, where the installed one has them."""
 
 REASONING_OPTIONS = ("reasoning_parser", "reasoning_parser_plugin")
 """Engine arguments that `serving` may hold too, because vLLM's serving handlers act on them."""
@@ -138,6 +162,7 @@ def engine_args(
             "clients' own prompts from asking for them"
         )
     built = _build(settings, model, args)
+    propagate_flash_late_interaction(Namespace(**settings.serving), built)
     _check_parsers(settings, model, built)
     return built
 
@@ -219,11 +244,15 @@ def _check_parsers(settings: EngineSettings, model: str, args: AsyncEngineArgs) 
     where = f"engines '{settings.name}'"
     reasoning = args.create_structured_outputs_config()
     if reasoning.reasoning_parser_plugin:
+        _require_plugin(f"{where}: reasoning_parser_plugin", reasoning.reasoning_parser_plugin)
         ReasoningParserManager.import_reasoning_parser(reasoning.reasoning_parser_plugin)
     known = ReasoningParserManager.list_registered()
     if reasoning.reasoning_parser and reasoning.reasoning_parser not in known:
         hint = nearest(reasoning.reasoning_parser, known)
         raise SettingsError(f"{where}: reasoning_parser: vLLM has no '{reasoning.reasoning_parser}'{hint}")
+    if plugin := settings.serving.get("tool_parser_plugin"):
+        _require_plugin(f"{where}: serving.tool_parser_plugin", plugin)
+        ToolParserManager.import_tool_parser(plugin)
     tools = parsers_of(settings, model).calls
     known = ToolParserManager.list_registered()
     if tools.name is not None and tools.name not in known:
@@ -233,6 +262,18 @@ def _check_parsers(settings: EngineSettings, model: str, args: AsyncEngineArgs) 
         raise SettingsError(
             f"{where}: serving.enable_auto_tool_choice: set `tool_call_parser` too: {tools.why}"
         )
+
+
+def _require_plugin(where: str, plugin: str) -> None:
+    """Refuse a plugin that vLLM would not find, and would log no more than an error about.
+
+    Raises:
+        SettingsError: it is neither a file nor a module.
+    """
+    with contextlib.suppress(ImportError, ValueError):
+        if Path(plugin).is_file() or find_spec(plugin) is not None:
+            return
+    raise SettingsError(f"{where}: there is no file or module {plugin}")
 
 
 def _table(given: Any) -> dict[str, Any]:
@@ -299,7 +340,9 @@ def _platform_defaults(settings: EngineSettings, gpu_share: float | None) -> dic
     defaults: dict[str, Any] = {"allowed_media_domains": ["media.invalid"]}
     if current_platform.is_cpu():
         # Compiling takes minutes on a laptop and wants a C++ compiler; eager starts at once.
-        defaults |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES}
+        defaults["enforce_eager"] = True
+        if "gpu_memory_utilization" not in settings.args:  # which vLLM heeds on a CPU too, without a size
+            defaults["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
         if settings.gpu_share is not None:
             raise SettingsError(
                 f"engines '{settings.name}': gpu_share: the installed vLLM runs on CPUs: "
@@ -319,11 +362,13 @@ def serving_namespace(settings: EngineSettings, model: str | None = None) -> Nam
     Raises:
         SettingsError: a serving option is unknown, or cannot be set for a single engine.
     """
-    for key in settings.serving:
-        if key not in (*SERVING_OPTIONS, *REASONING_OPTIONS):
-            hint = nearest(key, [*SERVING_OPTIONS, *REASONING_OPTIONS])
-            raise SettingsError(f"engines '{settings.name}': serving.{key}: unknown option{hint}")
     namespace: Namespace = serve_parser().parse_args([])
+    known = [key for key in (*SERVING_OPTIONS, *REASONING_OPTIONS) if hasattr(namespace, key)]
+    for key in settings.serving:
+        if key not in known:
+            raise SettingsError(
+                f"engines '{settings.name}': serving.{key}: unknown option{nearest(key, known)}"
+            )
     parsers = parsers_of(settings, model or settings.model)
     values: dict[str, Any] = {
         "model": settings.model,
@@ -343,117 +388,3 @@ def serve_parser() -> FlexibleArgumentParser:
     """Build vLLM's parser of `vllm serve`."""
     parser = FlexibleArgumentParser(prog="baton serve", add_help=False, conflict_handler="resolve")
     return make_arg_parser(parser)
-
-
-# Read one engine's settings from a command line like `vllm serve`'s: `MODEL --max-model-len 4096 ...`.
-
-
-_ABSENT = object()
-"""The default of every flag: a flag that is given with vLLM's own default still counts as given."""
-
-TLS_FLAGS = (
-    "ssl_keyfile",
-    "ssl_certfile",
-    "ssl_ca_certs",
-    "enable_ssl_refresh",
-    "ssl_cert_reqs",
-    "ssl_ciphers",
-)
-INSTEAD = {
-    "api_key": "use `baton keys create`",
-    "api_server_count": "Baton is one process for all engines",
-    "disable_log_stats": "always on: `/metrics` reads the statistics",
-    "enable_prompt_tokens_details": "always on: `usage` holds the cached tokens",
-    "enable_request_id_headers": "always on: every answer has `x-request-id`",
-    "middleware": "Baton loads no code into its HTTP side; put a proxy before it",
-    "root_path": "put a proxy before Baton that strips the prefix",
-    "uds": "use `--host` and `--port`",
-    "uvicorn_log_level": "use `--log-level`",
-} | dict.fromkeys(TLS_FLAGS, "let a proxy before Baton do TLS")
-"""What to do in place of a flag that Baton does not have."""
-
-
-def settings_from_command_line(
-    arguments: list[str], *, handoff: bool = False, latent: bool = False
-) -> EngineSettings:
-    """Read one engine's settings from the arguments of `vllm serve`.
-
-    Args:
-        arguments: the model and vLLM's flags, e.g. `["m", "--max-model-len", "4096"]`.
-
-    Raises:
-        SettingsError: no model is given, vLLM does not know a flag, or Baton does not offer it.
-    """
-    changed = _given(arguments)
-    model = changed.pop("model_tag", None) or changed.pop("model", None)
-    changed.pop("model", None)
-    if not model:
-        raise SettingsError("no model is given: `baton serve MODEL [vLLM engine flags]`")
-    names = changed.pop("served_model_name", None) or [model.rstrip("/").rsplit("/", 1)[-1]]
-    memory = changed.pop("kv_cache_memory_bytes", None)
-    plugin = changed.pop("io_processor_plugin", None)
-    usual = EMBEDDED[model].runner if model in EMBEDDED else "generate" if plugin is None else "pooling"
-    runner = changed.pop("runner", usual)
-    serving = {key: changed.pop(key) for key in SERVING_OPTIONS if key in changed}
-    _refuse_server_flags(changed)
-    try:
-        return EngineSettings(
-            name=names[0],
-            aliases=tuple(names[1:]),
-            model=model,
-            runner=runner,
-            kv_cache_memory=memory,
-            handoff=handoff,
-            latent=latent,
-            io_processor=plugin,
-            args=changed,
-            serving=serving,
-        )
-    except ValidationError as error:
-        raise SettingsError("\n".join(f"baton serve: {reason}" for reason in reasons(error))) from None
-
-
-def _given(arguments: list[str]) -> dict[str, Any]:
-    """Return the values of the flags that were given, by vLLM's names for them."""
-    parser = _parser()
-    defaults = vars(parser.parse_args([]))
-    # A flag that may be repeated adds to a copy of its default, which therefore must be a list or None.
-    repeated = {key for key, default in defaults.items() if default == []}
-    absent = {key: None if key in repeated else _ABSENT for key in defaults}
-    given = vars(parser.parse_args(arguments, Namespace(**absent)))
-    return {key: value for key, value in given.items() if value is not absent.get(key)}
-
-
-def _parser() -> FlexibleArgumentParser:
-    parser = serve_parser()
-    parser.error = _refuse  # argparse would exit the process
-    # vLLM's type would fill in every field, and these would override those of Baton's connector.
-    parser.add_argument("--kv-transfer-config", type=_json_object)
-    return parser
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise ArgumentTypeError(f"not valid JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ArgumentTypeError("must be a JSON object")
-    return found
-
-
-def _refuse(message: str) -> None:
-    raise SettingsError(f"baton serve: {message}")
-
-
-def _refuse_server_flags(changed: dict[str, Any]) -> None:
-    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
-    for key, value in changed.items():
-        flag = f"--{key.replace('_', '-')}"
-        if key in INSTEAD:
-            raise SettingsError(f"baton serve: {flag} is not offered by Baton: {INSTEAD[key]}")
-        if reason := why_not_honoured(key, value):
-            raise SettingsError(f"baton serve: {flag} is not offered by Baton: {reason}")
-        if key not in known:
-            reason = "is not offered by Baton" if key in FRONTEND_FLAGS else "is a flag of vLLM's own server"
-            raise SettingsError(f"baton serve: {flag} {reason}")

@@ -85,6 +85,25 @@ def refuse_bad_head(scope: Scope) -> None:
         raise MalformedRequest("The request is neither HTTP/1.1 nor HTTP/1.0.")
 
 
+class RootPathMiddleware:
+    """Takes away the path under which a proxy shows the gateway, where the proxy leaves it in place.
+
+    Args:
+        root: such as `/llm`.
+    """
+
+    def __init__(self, app: ASGIApp, *, root: str) -> None:
+        self._app = app
+        self._root = root
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            path = scope["path"]
+            if path == self._root or path.startswith(f"{self._root}/"):
+                scope = {**scope, "path": path.removeprefix(self._root) or "/"}
+        await self._app(scope, receive, send)
+
+
 def host_and_target(target: bytes) -> tuple[bytes | None, bytes]:
     """Split an absolute target, which every server has to take (RFC 9112, section 3.2.2), into host and path.
 
@@ -240,8 +259,9 @@ def cors_options(settings: Settings, *, keyless: bool) -> dict[str, Any] | None:
         return None
     return {
         "allow_origins": origins,
-        "allow_methods": ("DELETE", "GET", "HEAD", "PATCH", "POST"),
-        "allow_headers": ("*",),
+        "allow_methods": settings.edge.allowed_methods,
+        "allow_headers": settings.edge.allowed_headers,
+        "allow_credentials": settings.edge.allow_credentials,
         "expose_headers": EXPOSED,
         "max_age": 600,
     }

@@ -62,8 +62,13 @@ async def _forward(request: Request, engine: Elsewhere, options: NewHandoff, bod
     ticket.leave_engine()
     headers = dict(reply.headers)
     if (made := headers.get(ID_HEADER.lower())) is not None:
-        headers["Location"] = f"/v1/handoffs/{made}"
+        headers["Location"] = location_of(gateway_of(request), made)
     return Response(reply.body, reply.status, headers, reply.media_type)
+
+
+def location_of(gateway: Gateway, handoff_id: str) -> str:
+    """Return the path of a handoff, as clients see it."""
+    return f"{gateway.settings.root_path}/v1/handoffs/{handoff_id}"
 
 
 async def _create(
@@ -77,7 +82,7 @@ async def _create(
     context, place = context_of(request), partial(take_place, request, engine)
     target, shown = await gateway.relay.create(engine, body, context, options, images, place)
     ready = target.state is HandoffState.READY
-    headers = {"Location": f"/v1/handoffs/{target.id}", ID_HEADER: target.id}
+    headers = {"Location": location_of(gateway, target.id), ID_HEADER: target.id}
     return Response(json.dumps(shown), 201 if ready else 202, headers, "application/json")
 
 
