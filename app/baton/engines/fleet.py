@@ -193,15 +193,17 @@ class Supervisor:
         """
         if self._working is not None:
             return
-        self._working = first = asyncio.create_task(
-            self.start(report), name=f"first-start-{self.engine.name}"
-        )
+        self._working = first = asyncio.create_task(self._first(report), name=f"start-{self.engine.name}")
         try:
             await first
         except asyncio.CancelledError:
             this = asyncio.current_task()
             if self._working is first or (this is not None and this.cancelling()):
                 raise
+
+    async def _first(self, report: Callable[[str], None]) -> None:
+        await self.start(report)
+        report(UP)
 
     def keep(self) -> None:
         """Restart the engine from now on whenever it is lost, unless an operator's act has begun."""
@@ -370,13 +372,16 @@ class Supervisor:
 
 
 async def _ended(work: Collection[asyncio.Future[Any]]) -> None:
-    """Wait until all of these have ended, also where this task is cancelled meanwhile."""
+    """Wait until all of these have ended, in whatever way, also where this task is cancelled meanwhile."""
     cancelled: asyncio.CancelledError | None = None
     while running := [each for each in work if not each.done()]:
         try:
             await asyncio.wait(running)
         except asyncio.CancelledError as error:
             cancelled = error
+    for each in work:
+        if not each.cancelled():
+            each.exception()  # else an error that nobody waits for any more is logged
     if cancelled is not None:
         raise cancelled
 
@@ -475,7 +480,7 @@ class Fleet:
         """
         self._watching = asyncio.create_task(self._watch(), name="fleet-watch")
         starts = [
-            asyncio.create_task(self._start(name, supervisor, report), name=f"start-{name}")
+            asyncio.create_task(supervisor.begin(partial(report, name)))
             for name, supervisor in self._supervisors.items()
         ]
         try:
@@ -490,11 +495,6 @@ class Fleet:
         self._started = True
         for supervisor in self._supervisors.values():
             supervisor.keep()
-
-    async def _start(self, name: str, supervisor: Supervisor, report: FleetReport) -> None:
-        await supervisor.begin(partial(report, name))
-        if supervisor.state in RUNNING:
-            report(name, UP)
 
     async def _watch(self) -> None:
         while True:
