@@ -304,6 +304,7 @@ class Supervisor:
         self._start_s, self._started_at = max(self._clock() - began, 1e-3), time.time()
         self._metrics.engines.start.labels(self.engine.name).set(self._start_s)
         self._log.info("engine_ready", seconds=round(self._start_s, 1))
+        self.look()
 
     async def keep_alive(self) -> None:
         """Restart the engine whenever it died or hangs; return once it has been given up."""
