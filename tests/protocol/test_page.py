@@ -9,6 +9,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from hatchling.builders.wheel import WheelBuilder
 from support.gateways import FakeGateway, raw_status, run_fake
 
 from baton.admission.api_keys import create_key
@@ -185,6 +186,14 @@ def test_the_start_names_the_address_of_the_page() -> None:
         text = welcome("http://127.0.0.1:8000", "http://127.0.0.1:8000", [], keyed=False, page=there)
         assert ("http://127.0.0.1:8000/\n" in text) is there
         assert "http://127.0.0.1:8000/docs" in text
+
+
+def test_the_wheel_holds_every_file_of_the_page() -> None:
+    root = Path(page.__file__).parents[4]
+    held = {each.distribution_path for each in WheelBuilder(str(root)).recurse_included_files()}
+    assert "baton/http/swagger_ui/index.html" in held
+    shipped = {path for path in (root / "app/baton/ui").rglob("*") if path.is_file()}
+    assert {str(path.relative_to(root / "app")) for path in shipped} <= held
 
 
 def test_the_page_that_is_shipped_loads_nothing_that_is_not_shipped() -> None:
