@@ -115,6 +115,8 @@ async def test_named_handoffs_and_automatic_contexts_are_told_apart(house: House
     handoffs.kv_gone(own)
     handoffs.kv_gone(named)
     handoffs.kv_gone(named)
+    await becomes(lambda: len(told.events) == 2)
+    assert [each.get("kv_only") for each in told.events] == [None, True], "the named one is recomputed"
     await told.are(("evicted", own.id), ("evicted", named.id))
 
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
+import structlog
 
 from baton.config.groups import SupervisionSettings
 from baton.engines import fleet as fleet_module
@@ -265,6 +266,26 @@ async def test_the_gateway_ends_in_the_middle_of_an_act(act: Act) -> None:
         supervisor.operate(act, LONG, lambda: act is Act.STOP)
         await settled(supervisor, EngineState.STARTING, EngineState.STOPPING)
     assert (engine.state, engine.working, engine.most) == (EngineState.STOPPED, 0, 1)
+
+
+async def test_what_an_engine_does_later_is_not_the_operators_request() -> None:
+    """Its log lines would have that request's id for ever."""
+    engine, seen = CarefulEngine("a"), []
+    async with running(engine) as fleet:
+        with structlog.contextvars.bound_contextvars(request_id="the operator's"):
+            fleet.supervisor("a").operate(Act.RESTART, LONG, IDLE)
+        await until(lambda: engine.starts == 2)
+        await settled(fleet.supervisor("a"), EngineState.READY)
+        start = engine.start
+
+        async def noted(report: Report) -> None:
+            seen.append(structlog.contextvars.get_contextvars())
+            await start(report)
+
+        engine.start = noted  # type: ignore[method-assign]
+        engine.die()
+        await until(lambda: seen)
+    assert seen == [{}]
 
 
 async def test_the_states_that_an_engine_passes_through_are_told() -> None:

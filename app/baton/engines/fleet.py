@@ -7,6 +7,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager
+from contextvars import Context
 from enum import StrEnum
 from functools import partial
 from typing import Any
@@ -238,8 +239,9 @@ class Supervisor:
             self._working.cancel()
             self._past.add(self._working)
         self._act = act
+        # In a context of its own: what the engine does from now on is not this request's, also not in the log.
         self._working = asyncio.create_task(
-            self._operate(act, drain_s, busy), name=f"{act}-{self.engine.name}"
+            self._operate(act, drain_s, busy), name=f"{act}-{self.engine.name}", context=Context()
         )
 
     async def _operate(self, act: Act, drain_s: float, busy: Callable[[], bool]) -> None:
