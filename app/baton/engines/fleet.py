@@ -20,6 +20,7 @@ from baton.engines.backend import EngineState
 from baton.engines.engine import Engine, LocalEngine
 from baton.errors import (
     LONGEST_WORD,
+    BatonError,
     EngineRestarting,
     EngineUnavailable,
     InvalidRequest,
@@ -239,7 +240,7 @@ class Supervisor:
             self._working.cancel()
             self._past.add(self._working)
         self._act = act
-        # In a context of its own: what the engine does from now on is not this request's, also not in the log.
+        # In a context of its own: what the engine does from now on is not this request's, nor in the log.
         self._working = asyncio.create_task(
             self._operate(act, drain_s, busy), name=f"{act}-{self.engine.name}", context=Context()
         )
@@ -261,7 +262,7 @@ class Supervisor:
                 await self._stop()  # what is left of one that failed
                 await self.start()
         except Exception as error:  # noqa: BLE001  # the border of a background task: the engine stays down
-            cause = error.message if isinstance(error, StartError) else None
+            cause = error.message if isinstance(error, BatonError) else None
             self._log.error("operator_act_failed", act=act, cause=cause, exc_info=None if cause else error)
             self._now(EngineState.FAILED)
             return
