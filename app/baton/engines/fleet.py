@@ -375,6 +375,9 @@ class Supervisor:
         return min(doubled, self._settings.backoff_max_s)
 
 
+log = structlog.get_logger("baton.fleet")
+
+
 async def _ended(work: Collection[asyncio.Future[Any]]) -> None:
     """Wait until all of these have ended, in whatever way, also where this task is cancelled meanwhile."""
     cancelled: asyncio.CancelledError | None = None
@@ -502,8 +505,11 @@ class Fleet:
 
     async def _watch(self) -> None:
         while True:
-            for supervisor in self._supervisors.values():
-                supervisor.look()
+            for name, supervisor in self._supervisors.items():
+                try:
+                    supervisor.look()
+                except Exception as error:  # noqa: BLE001  # the border of a background task, which goes on
+                    log.error("engine_look_failed", engine=name, exc_info=error)
             await asyncio.sleep(POLL_S)
 
     def _tell(self, name: str, state: EngineState, why: str | None) -> None:
