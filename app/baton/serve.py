@@ -21,6 +21,7 @@ from baton.config.settings import Settings
 from baton.engines.fleet import UP, Fleet
 from baton.engines.process.orphan_reaper import OrphanReaper
 from baton.errors import StartError
+from baton.http.routes.page import page_files
 from baton.http.uvicorn_server import Certificate, GatewayServer, certificate_of, url_of
 from baton.models.catalog import FLOOD_TINY
 from baton.prepare import prepare_fleet, refuse_conflicts
@@ -167,6 +168,8 @@ def _run(
     *,
     keyed: bool,
 ) -> None:
+    page = settings.ui.enabled and bool(page_files())
+
     def report(name: str, phase: str) -> None:
         (progress.done if phase == UP else progress.phase)(f"engine {name}", phase)
 
@@ -174,7 +177,7 @@ def _run(
         progress.close()
         metrics = url if metrics_listener is None else url_of(metrics_listener)
         shown = f"{url}{settings.root_path}"
-        text = welcome(shown, metrics, settings.engines, keyed=keyed, uds=settings.uds)
+        text = welcome(shown, metrics, settings.engines, keyed=keyed, uds=settings.uds, page=page)
         progress.console.print(text, markup=False)
 
     app = create_app(
@@ -195,7 +198,13 @@ async def _serve(server: uvicorn.Server, listener: socket.socket) -> None:
 
 
 def welcome(
-    url: str, metrics: str, engines: Sequence[EngineSettings], *, keyed: bool, uds: Path | None = None
+    url: str,
+    metrics: str,
+    engines: Sequence[EngineSettings],
+    *,
+    keyed: bool,
+    uds: Path | None = None,
+    page: bool = False,
 ) -> str:
     """Return the text shown at the start: commands to try, with a placeholder for a key if needed."""
     key = "YOUR_KEY" if keyed else ""
@@ -203,6 +212,8 @@ def welcome(
     chat_model = next((engine.name for engine in engines if engine.runner == "generate"), None)
     scene_model = next((engine.name for engine in engines if engine.model == FLOOD_TINY.name), None)
     parts = [f"\nBaton is ready on {where}, serving: {', '.join(engine.name for engine in engines)}"]
+    if page and uds is None:
+        parts.append(f"Open it in a browser: {url}/")
     if uds is not None:
         parts.append(f"Try it:\n  curl --unix-socket {uds} {url}/v1/models {_header(key)}".rstrip())
     elif chat_model is not None:

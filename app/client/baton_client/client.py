@@ -65,6 +65,7 @@ class Baton:
     chat = blocking(routes.chat)
     models = blocking(routes.models)
     scene = blocking(routes.scene)
+    engines = blocking(routes.list_engines)
 
     def conversation(
         self,
@@ -121,6 +122,7 @@ class AsyncBaton:
     chat = awaiting(routes.chat)
     models = awaiting(routes.models)
     scene = awaiting(routes.scene)
+    engines = awaiting(routes.list_engines)
 
     def conversation(
         self,

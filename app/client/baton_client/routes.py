@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 from urllib.parse import quote
 
 from baton_client.call import Call, Reply, Report, Told, Upload
-from baton_client.values import Answer, Handoff, Json, SceneAnswer
+from baton_client.values import Answer, ContextMessages, Engine, Handoff, Json, SceneAnswer
 
 PAGE_ROWS = 100
 """Most handoffs of a page."""
@@ -225,6 +225,16 @@ def delete_handoff(handoff: Start) -> Call[None]:
 def models() -> Call[list[Json]]:
     """Return the cards of the models that the gateway serves, as `/v1/models` has them."""
     return Call("GET", "/v1/models", lambda reply: list(_json(reply)["data"]))
+
+
+def get_messages(handoff: Start) -> Call[ContextMessages]:
+    """Return what a handoff's context says: its messages, or its text where it is no chat."""
+    return Call("GET", f"{_path(handoff)}/messages", lambda reply: ContextMessages.of(_json(reply)))
+
+
+def list_engines() -> Call[tuple[Engine, ...]]:
+    """Return the gateway's engines: what each is good for, and does now."""
+    return Call("GET", "/v1/engines", lambda reply: tuple(map(Engine.of, _json(reply)["data"])))
 
 
 def list_handoffs(after: str | None = None) -> Call[Page]:
