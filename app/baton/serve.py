@@ -19,6 +19,7 @@ from baton.config.settings import Settings
 from baton.engines.fleet import UP, Fleet
 from baton.engines.process.orphan_reaper import OrphanReaper
 from baton.errors import StartError
+from baton.http.routes.page import page_files
 from baton.http.uvicorn_server import GatewayServer, url_of
 from baton.models.catalog import FLOOD_TINY
 from baton.prepare import prepare_fleet, refuse_conflicts
@@ -110,13 +111,16 @@ def _run(
     *,
     keyed: bool,
 ) -> None:
+    page = settings.ui.enabled and bool(page_files())
+
     def report(name: str, phase: str) -> None:
         (progress.done if phase == UP else progress.phase)(f"engine {name}", phase)
 
     def ready(url: str) -> None:
         progress.close()
         metrics = url if metrics_listener is None else url_of(metrics_listener)
-        progress.console.print(welcome(url, metrics, settings.engines, keyed=keyed), markup=False)
+        shown = welcome(url, metrics, settings.engines, keyed=keyed, page=page)
+        progress.console.print(shown, markup=False)
 
     app = create_app(
         settings,
@@ -135,12 +139,16 @@ async def _serve(server: uvicorn.Server, listener: socket.socket) -> None:
     await server.serve(sockets=[listener])
 
 
-def welcome(url: str, metrics: str, engines: Sequence[EngineSettings], *, keyed: bool) -> str:
+def welcome(
+    url: str, metrics: str, engines: Sequence[EngineSettings], *, keyed: bool, page: bool = False
+) -> str:
     """Return the text shown at the start: commands to try, with a placeholder for a key if needed."""
     key = "YOUR_KEY" if keyed else ""
     chat_model = next((engine.name for engine in engines if engine.runner == "generate"), None)
     scene_model = next((engine.name for engine in engines if engine.model == FLOOD_TINY.name), None)
     parts = [f"\nBaton is ready on {url}, serving: {', '.join(engine.name for engine in engines)}"]
+    if page:
+        parts.append(f"Open it in a browser: {url}/")
     if chat_model is not None:
         parts.append(_try_chat(url, chat_model, key))
     if scene_model is not None:

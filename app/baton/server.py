@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 import sqlite3
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Collection, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from baton.http.middleware.frame import (
 from baton.http.middleware.gate import AuthMiddleware, OriginMiddleware, RequestHeadMiddleware, cors_options
 from baton.http.middleware.weight import BodyLimitMiddleware, MemoryShortageMiddleware
 from baton.http.request import Drain, Gateway, body_threads
-from baton.http.routes import ROUTERS, metrics
+from baton.http.routes import ROUTERS, metrics, page
 from baton.http.uvicorn_server import MetricsServer
 from baton.images.reader import ImageReader, fetcher_of
 from baton.library.here.images import ImageStore
@@ -46,6 +46,7 @@ from baton.pooling.run import Pooling
 from baton.relay.door import open_relay
 from baton.responses.service import StoredResponses, response_threads
 from baton.responses.store import ResponseStore
+from baton.telemetry.events import Events
 from baton.telemetry.ids import LOCAL_TENANT, NO_TENANT
 from baton.telemetry.lag import watch_lag
 from baton.telemetry.memory import MemoryReader, MemoryWatch
@@ -56,7 +57,7 @@ from baton_kv.stores.factory import open_store
 from baton_kv.stores.file import IMAGES, RECORDS
 
 
-def handoffs_of(settings: Settings, metrics: GatewayMetrics) -> Library:
+def handoffs_of(settings: Settings, metrics: GatewayMetrics, events: Events) -> Library:
     """Open the store and return its handoffs; without an engine that supports handoffs, nothing is stored.
 
     Raises:
@@ -64,7 +65,7 @@ def handoffs_of(settings: Settings, metrics: GatewayMetrics) -> Library:
     """
     threads = HandoffThreads(settings.admission.wait_s, metrics.queues)
     if not any(engine.handoff for engine in settings.engines):
-        return Library(settings.handoffs, nowhere(), metrics.handoffs, threads=threads)
+        return Library(settings.handoffs, nowhere(), metrics.handoffs, threads=threads, events=events)
     try:
         store = open_store(settings.handoff_store, budget=int(settings.handoffs.budget))
         folder = Path(settings.handoff_store.removeprefix("file:"))
@@ -84,7 +85,9 @@ def handoffs_of(settings: Settings, metrics: GatewayMetrics) -> Library:
     except OSError as error:
         raise SettingsError(f"handoffs.store: {settings.handoff_store}: {error.strerror}") from None
     automatic = any((engine.auto or settings.handoffs.auto) != "off" for engine in settings.own_engines)
-    return Library(settings.handoffs, tier, metrics.handoffs, automatic=automatic, threads=threads)
+    return Library(
+        settings.handoffs, tier, metrics.handoffs, automatic=automatic, threads=threads, events=events
+    )
 
 
 def responses_of(settings: Settings) -> ResponseStore | None:
@@ -149,19 +152,22 @@ def create_app(
     app.state.gateway = gateway
     for router in ROUTERS:
         app.include_router(router)
+    files = page.page_files() if settings.ui.enabled else {}
+    if settings.ui.enabled:
+        app.include_router(page.router_of(files))
     if metrics_listener is None and not settings.shared(keyed=keyring is not None):
         app.include_router(metrics.router)
     openapi.install(app)
     app.add_exception_handler(HTTPException, http_exception)
     app.add_exception_handler(RequestValidationError, invalid_parameters)
-    _add_middleware(app, gateway, keyring, memory, reader.available())
+    _add_middleware(app, gateway, keyring, memory, reader.available(), files)
     return app
 
 
 def _build_gateway(settings: Settings, fleet: Fleet) -> Gateway:
     """Create the services that the routes use."""
     metrics = fleet.metrics
-    library = handoffs_of(settings, metrics)
+    library = handoffs_of(settings, metrics, fleet.events)
     admission = Admission(settings.admission, fleet.names, metrics.admission)
     bodies = body_threads(metrics.queues, settings.admission.wait_s)
     return Gateway(
@@ -178,7 +184,7 @@ def _build_gateway(settings: Settings, fleet: Fleet) -> Gateway:
             metrics.responses,
         ),
         Pooling(settings.pooling, metrics.pooling, metrics.queues),
-        Drain(),
+        Drain(fleet.events.close),
         admission,
         ImageReader(
             settings.images,
@@ -193,7 +199,12 @@ def _build_gateway(settings: Settings, fleet: Fleet) -> Gateway:
 
 
 def _add_middleware(
-    app: FastAPI, gateway: Gateway, keyring: Keyring | None, memory: MemoryWatch, available: int | None
+    app: FastAPI,
+    gateway: Gateway,
+    keyring: Keyring | None,
+    memory: MemoryWatch,
+    available: int | None,
+    files: Collection[str],
 ) -> None:
     """Add the middleware. The last one added is the outermost, so the order is that of a response."""
     settings, held = gateway.settings, gateway.metrics.bodies
@@ -205,7 +216,13 @@ def _add_middleware(
         uploads=BodyBudget(rooms.disk, held.labels("disk")),
         edge=settings.edge,
     )
-    app.add_middleware(AuthMiddleware, keyring=keyring, admission=gateway.admission)
+    app.add_middleware(
+        AuthMiddleware,
+        keyring=keyring,
+        admission=gateway.admission,
+        open_to_all=not settings.loopback,
+        files=files,
+    )
     app.add_middleware(OriginMiddleware, settings=settings, keyless=keyring is None)
     if (options := cors_options(settings, keyless=keyring is None)) is not None:
         app.add_middleware(ErrorMiddleware, metrics=gateway.metrics)

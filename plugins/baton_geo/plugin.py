@@ -64,6 +64,9 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
         ValueError: a setting is wrong, or the model's config.json has no card.
     """
 
+    can = ("map",)
+    """For clients that look for an engine that draws maps."""
+
     def __init__(self, vllm_config: VllmConfig, renderer: BaseRenderer) -> None:
         super().__init__(vllm_config, renderer)
         hf_config = vllm_config.model_config.hf_config.to_dict()

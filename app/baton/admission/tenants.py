@@ -162,6 +162,11 @@ class Admission:
         """
         await ticket.enter(self._queues[engine], tenant)
 
+    def at(self, engine: str) -> tuple[int, int]:
+        """Return how many requests an engine has, of all tenants, and how many wait for it."""
+        queue = self._queues[engine]
+        return queue.running, queue.waiting
+
     def load(self) -> float:
         """Return how full the fullest engine is: requests that run or wait, by the places of one tenant.
 

@@ -691,6 +691,9 @@ class EdgeSettings(Frozen):
         ge=1,
         description="Open connections, as far as the system's limit of open files allows; above it: 503.",
     )
+    event_streams: int = Field(
+        8, ge=0, description="Streams of `GET /v1/events` that one key may have open; above it: 429."
+    )
     allowed_hosts: tuple[HostName, ...] = Field(
         (),
         description="Hosts the gateway is known as, besides `localhost` and loopback addresses: "
@@ -751,6 +754,16 @@ class MetricsSettings(Frozen):
         ge=0,
         le=65535,
         description="The separate metrics port, which asks for no key; 0 picks a free one.",
+    )
+
+
+class UiSettings(Frozen):
+    """`[ui]`: the page for people at `/`."""
+
+    enabled: bool = Field(
+        True,
+        description="Whether `/` is a page to chat on, and to look at contexts and engines. Its files need "
+        "no key, the data that it shows does.",
     )
 
 

@@ -35,6 +35,7 @@ from baton.config.groups import (
     PoolingSettings,
     ResponseSettings,
     SupervisionSettings,
+    UiSettings,
 )
 from baton.errors import SettingsError
 
@@ -105,6 +106,7 @@ class Settings(BaseSettings):
     handoffs: HandoffSettings = HandoffSettings()
     responses: ResponseSettings = ResponseSettings()
     pooling: PoolingSettings = PoolingSettings()
+    ui: UiSettings = UiSettings()
     engines: tuple[EngineSettings, ...] = Field(
         default_factory=_embedded_engines,
         description="One table per engine. None given: the embedded models `smollm2` and `flood-tiny`.",

@@ -64,6 +64,8 @@ class EngineState(StrEnum):
     """A server elsewhere that does not answer; it is asked until it does."""
     RESTARTING = "restarting"
     FAILED = "failed"
+    STOPPING = "stopping"
+    """Stopped by an operator, it finishes its requests and takes no more."""
     STOPPED = "stopped"
 
 
@@ -161,6 +163,11 @@ class Backend(Protocol):
     @property
     def active(self) -> int:
         """Number of requests that it works on or that wait in it."""
+        ...
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """Bytes of this machine's memory that its processes take; None: not known."""
         ...
 
     @property

@@ -32,6 +32,12 @@ class Plugin:
     instance: Any
     request: Callable[[Json], Any]
 
+    @property
+    def can(self) -> list[str]:
+        """What the plugin says that it is good for, in words of its own: `can = ("map",)` in its class."""
+        said = getattr(self.instance, "can", ())
+        return [word for word in said if isinstance(word, str)] if isinstance(said, tuple) else []
+
 
 class LocalEngine(Backend, Protocol):
     """One served model that runs here, so that its KV can be loaded, saved and moved."""

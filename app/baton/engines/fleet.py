@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager
+from enum import StrEnum
 from functools import partial
+from typing import Any
 
 import structlog
 from prometheus_client import CollectorRegistry
@@ -15,27 +17,68 @@ from prometheus_client import CollectorRegistry
 from baton.config.groups import SupervisionSettings
 from baton.engines.backend import EngineState
 from baton.engines.engine import Engine, LocalEngine
-from baton.errors import EngineRestarting, EngineUnavailable, InvalidRequest, ModelNotFound, StartError
+from baton.errors import (
+    LONGEST_WORD,
+    EngineRestarting,
+    EngineUnavailable,
+    InvalidRequest,
+    ModelNotFound,
+    StartError,
+    did_you_mean,
+)
+from baton.telemetry.events import Events
 from baton.telemetry.metrics import GatewayMetrics
 from baton.telemetry.page import MergedRegistry
 
 POLL_S = 0.2
+DRAIN_LOOK_S = 0.05
+RUNNING = (EngineState.READY, EngineState.UNREACHABLE)
+"""States of an engine that was started, and has neither failed nor been stopped."""
 REASONS = ("died", "hung", "start")
 """Why an engine is restarted: it ended, it made no progress, or the restart before failed."""
 STEPS_OF_PATIENCE = 4
 """An engine counts as hung no sooner than after this many times its longest step so far."""
+SAMPLE_S, SAMPLES = 1.0, 11
+"""The tokens of an engine are counted every second; its rate is that of the last ten."""
+LOST = {
+    "died": "It ended unexpectedly, and is being restarted.",
+    "hung": "It made no progress, and is being restarted.",
+    "start": "It could not be restarted, which is tried again.",
+}
+WHY = {
+    EngineState.STARTING: "It is being started.",
+    EngineState.UNREACHABLE: "The server that answers for it cannot be reached.",
+    EngineState.FAILED: "It failed too often, or could not be started; the gateway's log says why.",
+    EngineState.STOPPING: "An operator stops it; requests that run may end.",
+    EngineState.STOPPED: "An operator stopped it.",
+}
+"""What everybody may know of why an engine takes no requests."""
+
+
+class Act(StrEnum):
+    """What an operator may ask of an engine."""
+
+    START = "start"
+    STOP = "stop"
+    RESTART = "restart"
 
 
 class Supervisor:
     """The supervision of one engine, from its first start to its end.
 
+    Operators may take its place: their last act holds. One task works on the engine at a time: the first
+    start, the supervision, or an act; another one waits until it has ended.
+
     Args:
         settings: when it counts as hung, and how often it is restarted.
         turn: held while it starts: as many engines start at once as memory allows.
         clock: seconds on a monotonic clock.
+        tell: called with the engine's state, and why it is in it, when that has changed.
+        lost: called when it is given up.
 
     Attributes:
         given_up: True once the engine has failed too often and stays down.
+        restarts: attempts to restart it, because it was lost.
     """
 
     def __init__(
@@ -45,6 +88,8 @@ class Supervisor:
         turn: AbstractAsyncContextManager[object],
         metrics: GatewayMetrics,
         clock: Callable[[], float] = time.monotonic,
+        tell: Callable[[EngineState, str | None], None] = lambda _state, _why: None,
+        lost: Callable[[], None] = lambda: None,
     ) -> None:
         self.engine = engine
         self._settings = settings
@@ -54,19 +99,65 @@ class Supervisor:
         self._restarts: deque[float] = deque()
         self._start_s = 0.0
         self._down_since = 0.0
+        self._started_at = 0.0
+        self._reason = "died"
+        self._operated: EngineState | None = None
+        self._act: Act | None = None
+        self._working: asyncio.Task[None] | None = None
+        self._past: set[asyncio.Task[None]] = set()
+        self._tokens: deque[tuple[float, float]] = deque(maxlen=SAMPLES)
+        self._tell, self._lost = tell, lost
         self._log = structlog.get_logger("baton.fleet").bind(engine=engine.name)
         self.given_up = False
+        self.restarts = 0
+        self._seen = self.state
         metrics.engines.stalled.labels(engine.name).set(0)
         for reason in REASONS:
             metrics.engines.restarts.labels(engine.name, reason)
 
     @property
     def state(self) -> EngineState:
-        """The engine's state, but `restarting` while it is down and will be restarted."""
+        """The engine's state; `restarting` while it is down and will be restarted; or what operators did."""
+        if self._operated is not None:
+            return self._operated
         state = self.engine.state
-        if self.given_up or state in (EngineState.READY, EngineState.UNREACHABLE) or not self._start_s:
+        if self.given_up or state in RUNNING or not self._start_s:
             return EngineState.FAILED if self.given_up else state
         return EngineState.RESTARTING
+
+    @property
+    def why(self) -> str | None:
+        """Why the engine takes no requests, in a sentence for everybody; None: it does."""
+        state = self.state
+        return LOST[self._reason] if state is EngineState.RESTARTING else WHY.get(state)
+
+    @property
+    def started_at(self) -> int | None:
+        """When it became ready, in seconds since the epoch; None: it does not run."""
+        return int(self._started_at) if self.state in RUNNING else None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens that it generated a second lately; None: not known."""
+        if not self._tokens:
+            return None
+        (began, before), (now, tokens) = self._tokens[0], self._tokens[-1]
+        return (tokens - before) / (now - began) if now > began else 0.0
+
+    def figures(self, name: str) -> list[float]:
+        """Return the values of one of the engine's series, which may have labels of vLLM's own."""
+        families = self.engine.registry.restricted_registry([name]).collect()
+        return [sample.value for family in families for sample in family.samples]
+
+    def look(self) -> None:
+        """Tell of another state, and count tokens. To be called every so often."""
+        if (state := self.state) is not self._seen:
+            self._seen = state
+            self._tell(state, self.why)
+        now = self._clock()
+        due = not self._tokens or now - self._tokens[-1][0] >= SAMPLE_S
+        if due and (counted := self.figures("vllm:generation_tokens_total")):
+            self._tokens.append((now, sum(counted)))
 
     def refusal(self) -> EngineUnavailable:
         """Make the error that says why the engine takes no request now, and when to retry."""
@@ -85,9 +176,119 @@ class Supervisor:
                 f"The engine for '{name}' is being restarted; try again shortly.",
                 retry_after_s=max(1, round(left)),
             )
+        if state in (EngineState.STOPPING, EngineState.STOPPED):
+            return EngineUnavailable(
+                f"The engine for '{name}' was stopped by an operator; try again when it was started.",
+                retry_after_s=30,
+            )
         return EngineUnavailable(
             f"The engine for '{name}' is not running; try again later.", retry_after_s=30
         )
+
+    async def begin(self, report: Callable[[str], None]) -> None:
+        """Start the engine for the first time, unless an operator's act comes in between.
+
+        Raises:
+            StartError: the engine cannot run.
+        """
+        if self._working is not None:
+            return
+        self._working = first = asyncio.create_task(
+            self.start(report), name=f"first-start-{self.engine.name}"
+        )
+        try:
+            await first
+        except asyncio.CancelledError:
+            this = asyncio.current_task()
+            if self._working is first or (this is not None and this.cancelling()):
+                raise
+
+    def keep(self) -> None:
+        """Restart the engine from now on whenever it is lost, unless an operator's act has begun."""
+        if self._working is None or (self._working.done() and self._operated is None):
+            self._supervise()
+
+    def _supervise(self) -> None:
+        self._act = None
+        self._working = asyncio.create_task(self._keep(), name=f"supervise-{self.engine.name}")
+
+    async def _keep(self) -> None:
+        while not self.given_up:
+            try:
+                await self.keep_alive()
+            except Exception as error:  # noqa: BLE001  # the border of a background task, which goes on
+                self._log.error("supervision_failed", exc_info=error)
+                await asyncio.sleep(1)
+        self._lost()
+
+    def operate(self, act: Act, drain_s: float, busy: Callable[[], bool]) -> None:
+        """Begin an operator's act, and give up another that is under way; they never work at the same time.
+
+        Args:
+            drain_s: seconds that running requests get to end before the engine is stopped.
+            busy: returns whether there are requests for it that have not ended.
+        """
+        nothing_to_do = {Act.START: (*RUNNING, EngineState.STARTING), Act.STOP: (EngineState.STOPPED,)}
+        under_way = self._working is not None and not self._working.done()
+        if self.state in nothing_to_do.get(act, ()) or (under_way and self._act is act):
+            return
+        if self._working is not None:
+            self._working.cancel()
+            self._past.add(self._working)
+        self._act = act
+        self._working = asyncio.create_task(
+            self._operate(act, drain_s, busy), name=f"{act}-{self.engine.name}"
+        )
+
+    async def _operate(self, act: Act, drain_s: float, busy: Callable[[], bool]) -> None:
+        past = set(self._past)  # without this act, which another one may put there
+        await _ended(past)
+        self._past -= past
+        try:
+            if act is not Act.START:
+                self._now(EngineState.STOPPING)
+                await self._drained(drain_s, busy)
+                await self._stop()
+                self._now(EngineState.STOPPED)
+            if act is Act.STOP:
+                return
+            if self.engine.state not in RUNNING:
+                self._now(EngineState.STARTING)
+                await self._stop()  # what is left of one that failed
+                await self.start()
+        except Exception as error:  # noqa: BLE001  # the border of a background task: the engine stays down
+            cause = error.message if isinstance(error, StartError) else None
+            self._log.error("operator_act_failed", act=act, cause=cause, exc_info=None if cause else error)
+            self._now(EngineState.FAILED)
+            return
+        self.given_up = False
+        self._restarts.clear()
+        self._now(None)
+        self._supervise()
+
+    def _now(self, state: EngineState | None) -> None:
+        self._operated = state
+        self.look()
+
+    async def _drained(self, seconds: float, busy: Callable[[], bool]) -> None:
+        """Wait until no request is left, at most some seconds, or until the engine has died."""
+        until = self._clock() + seconds
+        while self.engine.state in RUNNING and busy() and self._clock() < until:  # noqa: ASYNC110  # without an event
+            await asyncio.sleep(DRAIN_LOOK_S)
+
+    async def _stop(self) -> None:
+        """Stop the engine, to the end also where this is cancelled: half a stop would leave processes."""
+        stopping = asyncio.ensure_future(self.engine.stop())
+        await _ended([stopping])
+        stopping.result()
+
+    async def close(self) -> None:
+        """End what works on the engine, which itself is left as it is."""
+        work, self._working = self._working, None
+        if work is not None:
+            work.cancel()
+            self._past.add(work)
+        await _ended(set(self._past))
 
     async def start(self, report: Callable[[str], None] = lambda _phase: None) -> None:
         """Start the engine, once it is its turn.
@@ -98,19 +299,21 @@ class Supervisor:
         async with self._turn:
             began = self._clock()
             await self.engine.start(report)
-        self._start_s = max(self._clock() - began, 1e-3)
+        self._start_s, self._started_at = max(self._clock() - began, 1e-3), time.time()
         self._metrics.engines.start.labels(self.engine.name).set(self._start_s)
         self._log.info("engine_ready", seconds=round(self._start_s, 1))
 
     async def keep_alive(self) -> None:
         """Restart the engine whenever it died or hangs; return once it has been given up."""
         while not self.given_up:
-            reason = await self._trouble()
+            reason = self._reason = await self._trouble()
             self._down_since = self._clock()
             self._log.error("engine_lost", reason=reason)
+            self.look()
             while not await self._restarted(reason):
-                reason = "start"
+                reason = self._reason = "start"
             self._down_since = 0.0
+            self.look()
 
     async def _trouble(self) -> str:
         """Wait until the engine died or hangs, and return which."""
@@ -135,7 +338,7 @@ class Supervisor:
 
     async def _restarted(self, reason: str) -> bool:
         """Restart the engine once. Return whether no attempt must follow: it runs, or it was given up."""
-        await self.engine.stop()
+        await self._stop()
         if self._too_often():
             self.given_up = True
             self._log.error("engine_given_up", restarts=len(self._restarts), within_s=self._settings.window_s)
@@ -144,6 +347,7 @@ class Supervisor:
         self._restarts.append(self._clock() + delay)
         await asyncio.sleep(delay)
         self._metrics.engines.restarts.labels(self.engine.name, reason).inc()
+        self.restarts += 1
         self._log.warning("engine_restarting", reason=reason, attempt=len(self._restarts))
         try:
             await self.start()
@@ -165,7 +369,17 @@ class Supervisor:
         return min(doubled, self._settings.backoff_max_s)
 
 
-log = structlog.get_logger("baton.fleet")
+async def _ended(work: Collection[asyncio.Future[Any]]) -> None:
+    """Wait until all of these have ended, also where this task is cancelled meanwhile."""
+    cancelled: asyncio.CancelledError | None = None
+    while running := [each for each in work if not each.done()]:
+        try:
+            await asyncio.wait(running)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+
 
 FleetReport = Callable[[str, str], None]
 """Called with an engine's name and the phase its start is in; the last phase is `UP`."""
@@ -183,6 +397,7 @@ class Fleet:
 
     Attributes:
         metrics: the gateway's metrics.
+        events: what is told to clients who listen.
         lost: set when every engine has failed too often to be restarted.
     """
 
@@ -198,12 +413,21 @@ class Fleet:
         self.metrics = metrics or GatewayMetrics()
         supervision = supervision or SupervisionSettings()
         turn = asyncio.Semaphore(at_once)
+        self.events = Events(self.metrics.events)
         self._supervisors = {
-            engine.name: Supervisor(engine, supervision, turn, self.metrics) for engine in engines
+            engine.name: Supervisor(
+                engine,
+                supervision,
+                turn,
+                self.metrics,
+                tell=partial(self._tell, engine.name),
+                lost=self._one_lost,
+            )
+            for engine in engines
         }
         self._aliases = {alias: engine.name for engine in engines for alias in engine.aliases}
         self._shared_registries = shared_registries
-        self._supervisions: list[asyncio.Task[None]] = []
+        self._watching: asyncio.Task[None] | None = None
         self._started = False
         self.lost = asyncio.Event()
 
@@ -249,42 +473,61 @@ class Fleet:
         Raises:
             StartError: an engine cannot run; those that have not started yet are not started.
         """
+        self._watching = asyncio.create_task(self._watch(), name="fleet-watch")
         starts = [
             asyncio.create_task(self._start(name, supervisor, report), name=f"start-{name}")
             for name, supervisor in self._supervisors.items()
         ]
         try:
             await asyncio.gather(*starts)
+        except BaseException:
+            self._watching.cancel()
+            raise
         finally:
             for start in starts:
                 start.cancel()
             await asyncio.gather(*starts, return_exceptions=True)
         self._started = True
-        self._supervisions = [
-            asyncio.create_task(self._supervise(supervisor), name=f"supervise-{name}")
-            for name, supervisor in self._supervisors.items()
-        ]
+        for supervisor in self._supervisors.values():
+            supervisor.keep()
 
     async def _start(self, name: str, supervisor: Supervisor, report: FleetReport) -> None:
-        await supervisor.start(partial(report, name))
-        report(name, UP)
+        await supervisor.begin(partial(report, name))
+        if supervisor.state in RUNNING:
+            report(name, UP)
 
-    async def _supervise(self, supervisor: Supervisor) -> None:
-        while not supervisor.given_up:
-            try:
-                await supervisor.keep_alive()
-            except Exception as error:  # the border of a background task: it must not end silently
-                log.error("supervision_failed", engine=supervisor.engine.name, exc_info=error)
-                await asyncio.sleep(1)
-        if all(other.given_up for other in self._supervisors.values()):
+    async def _watch(self) -> None:
+        while True:
+            for supervisor in self._supervisors.values():
+                supervisor.look()
+            await asyncio.sleep(POLL_S)
+
+    def _tell(self, name: str, state: EngineState, why: str | None) -> None:
+        self.events.tell_all("engine.state", {"engine": name, "state": state.value, "why": why})
+
+    def _one_lost(self) -> None:
+        if all(supervisor.given_up for supervisor in self._supervisors.values()):
             self.lost.set()
+
+    def supervisor(self, name: str) -> Supervisor:
+        """Return the supervisor of an engine, which is named by its name alone.
+
+        Raises:
+            ModelNotFound: no engine has that name.
+        """
+        if (found := self._supervisors.get(name)) is None:
+            near, names = did_you_mean(name, self.names), ", ".join(self.names)
+            raise ModelNotFound(
+                f"There is no engine '{name[:LONGEST_WORD]}'.{near} Engines are: {names}.", param="name"
+            )
+        return found
 
     async def stop(self) -> None:
         """End the supervision, then stop every engine."""
-        supervisions, self._supervisions = self._supervisions, []
-        for supervision in supervisions:
-            supervision.cancel()
-        await asyncio.gather(*supervisions, return_exceptions=True)
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+        await asyncio.gather(*(supervisor.close() for supervisor in self._supervisors.values()))
         await asyncio.gather(*(engine.stop() for engine in self.engines))
 
     def pick(self, model: object, *, pools: bool = False) -> Engine:

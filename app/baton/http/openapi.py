@@ -22,7 +22,7 @@ from baton.engines.vllm_version import installed_vllm, minor_of
 from baton.http.middleware.gate import PUBLIC_PATHS
 from baton.http.request import UPLOAD_TYPES
 from baton.http.routes.openai import ENGINE_ROUTES
-from baton.library.handoff import HandoffList, HandoffObject
+from baton.library.handoff import HandoffList, HandoffMessages, HandoffObject, HandoffRow
 from baton.relay import asked as header
 from baton.relay import asked as options
 
@@ -55,12 +55,14 @@ HANDOFF_HEADER = {
 HANDOFF_ERRORS = {"409": "The handoff is pending or of another model, or too much is pinned already."}
 HANDOFF_MODELS: dict[str, type[BaseModel]] = {
     "BatonHandoffObject": HandoffObject,
+    "BatonHandoffRow": HandoffRow,
     "BatonHandoffList": HandoffList,
+    "BatonHandoffMessages": HandoffMessages,
     "BatonHandoff": options.HandoffOptions,
     "BatonNewHandoff": options.NewHandoff,
     "BatonHandoffChanges": options.HandoffChanges,
 }
-ANSWERS = (HandoffObject, HandoffList)
+ANSWERS = (HandoffObject, HandoffRow, HandoffList, HandoffMessages)
 HANDOFF_BODIES = {"post": "BatonNewHandoff", "patch": "BatonHandoffChanges"}
 BINARY = {"schema": {"type": "string", "format": "binary"}}
 UPLOAD_PARAMETERS = [
@@ -114,6 +116,7 @@ REFUSALS = {
     "401": "A valid API key is needed.",
     "421": "The gateway does not answer under the host that the request names.",
 }
+OPERATOR = {"403": "The key is no operator's, or a web page of another site sent the request."}
 FOREIGN_PAGE = {"403": "The gateway has no API keys, and a web page of another site sent the request."}
 ERROR_SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -205,6 +208,11 @@ def _add_schemas(openapi: dict[str, Any]) -> None:
                 _add_errors(responses, {"404": "There is nothing with this name or id."})
             if path.startswith("/v1/responses/"):
                 _add_errors(responses, {status: OPERATION_ERRORS[status] for status in STORED_ERRORS})
+            if path.startswith("/v1/engines/"):
+                _add_errors(responses, OPERATOR)
+            if path == "/v1/events":
+                _add_errors(responses, {status: OPERATION_ERRORS[status] for status in ("429", "503")})
+                responses["200"]["content"] = {"text/event-stream": {"schema": EVENT_SCHEMA}}
             if path.startswith("/v1/handoffs"):
                 _describe_handoffs(path, method, operation)
 
@@ -246,7 +254,13 @@ def _describe_plugins(operation: dict[str, Any], content: dict[str, Any]) -> Non
 def _describe_handoffs(path: str, method: str, operation: dict[str, Any]) -> None:
     responses = operation["responses"]
     _add_errors(responses, {"400": OPERATION_ERRORS["400"], "404": "There is no handoff with this id."})
-    name = "BatonHandoffList" if method == "get" and "{" not in path else "BatonHandoffObject"
+    if path.endswith("/messages"):
+        name = "BatonHandoffMessages"
+        _add_errors(responses, {"409": "The handoff is pending.", "503": OPERATION_ERRORS["503"]})
+    elif method == "post":
+        name = "BatonHandoffObject"
+    else:
+        name = "BatonHandoffRow" if "{" in path else "BatonHandoffList"
     content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
     if method == "post":
         responses["202"] = {"description": "The handoff is still pending; `GET` returns its state."}

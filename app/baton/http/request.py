@@ -64,6 +64,9 @@ class RequestState:
     Attributes:
         context: the client and the request's ids.
         ticket: the places that it holds in the admission queues.
+        key_id: id of the key that it came with; empty: there are no keys.
+        operator: whether it may start and stop engines.
+        head: whether it is a `HEAD` request, whose content is left out.
         model: name of the engine that answers it; None until one is picked.
         error_code: code of the error that it was answered with, if any.
         error_reason: reason of that error, a label of the metric of rejections.
@@ -73,6 +76,9 @@ class RequestState:
 
     context: RequestContext
     ticket: Ticket = field(default_factory=Ticket)
+    key_id: str = ""
+    operator: bool = False
+    head: bool = False
     model: str | None = None
     error_code: str | None = None
     error_reason: str | None = None
@@ -106,18 +112,23 @@ def context_of(request: Request) -> RequestContext:
 class Drain:
     """The drain of one gateway, with the requests that run.
 
+    Args:
+        on_begin: called when it begins, to end what would run for ever.
+
     Attributes:
         begun: the gateway is draining; new requests should go to another one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_begin: Callable[[], None] = lambda: None) -> None:
         self.begun = False
+        self._on_begin = on_begin
         self._running: set[asyncio.Task[object]] = set()
         self._cut: set[asyncio.Task[object]] = set()
 
     def begin(self) -> None:
         """Begin to drain."""
         self.begun = True
+        self._on_begin()
 
     def cut(self) -> int:
         """End every request that still runs; returns their number."""

@@ -109,6 +109,7 @@ class EventStream(Response):
 
     Attributes:
         watch: notices that the client disconnects; whoever makes the response may give it one that runs.
+        endless: clients leave it when they like, which is not counted.
     """
 
     def __init__(
@@ -125,6 +126,7 @@ class EventStream(Response):
         self._metrics = metrics
         self._keep_alive_s = keep_alive_s
         self.watch: ClientWatch | None = None
+        self.endless = False
         self.status_code = 200
         self.media_type = "text/event-stream"
         self.background = None
@@ -143,7 +145,8 @@ class EventStream(Response):
             except BatonError as error:
                 await kept.send(error_event(error, scope))
             except asyncio.CancelledError:
-                self._metrics.disconnects.labels("stream").inc()
+                if not self.endless:
+                    self._metrics.disconnects.labels("stream").inc()
                 raise
             kept.stop()
             await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -187,6 +187,7 @@ class GatewayServer(_Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._watch is not None:
             self._watch.cancel()
+        self._gateway.drain.begin()  # also where no signal asked for it
         await super().shutdown(sockets)
 
     @property

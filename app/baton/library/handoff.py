@@ -95,13 +95,53 @@ class HandoffObject(BaseModel):
     )
 
 
+Place = Literal["here", "shared", "archive"]
+"""Where KV lies: in this machine's store, in the store that machines share, in the archive."""
+
+
+class HandoffRow(HandoffObject):
+    """A handoff as its own routes show it: with where its KV lies, and how it was used."""
+
+    model_config = ConfigDict(title="BatonHandoffRow", json_schema_serialization_defaults_required=True)
+
+    tier: Place | None = Field(
+        description="The nearest place where its KV lies: `here` on this machine, in the `shared` store, in the "
+        "`archive`; `null`: nowhere, it is recomputed."
+    )
+    uses: int = Field(description="Requests that started from it, at this gateway since its start.")
+    last_used_at: int | None = Field(description="When the last of them did, in seconds since the epoch.")
+    last_outcome: str | None = Field(
+        description="What became of its KV then, as `handoff.source.outcome` of an answer."
+    )
+    last_reason: str | None = Field(description="Why it was recomputed then; `null`: it was not.")
+
+
+class HandoffMessages(BaseModel):
+    """What a handoff's context says."""
+
+    model_config = ConfigDict(title="BatonHandoffMessages", json_schema_serialization_defaults_required=True)
+
+    object: Literal["list"] = Field("list", description="The kind of object.")
+    handoff: str = Field(description="Its id.")
+    data: list[dict[str, Any]] = Field(
+        description="The messages of a chat in OpenAI's shape, the last answer as the model wrote it; of "
+        "images only their digests (`uuid`). Empty: it is no chat."
+    )
+    text: str | None = Field(
+        description="The whole text of a context that is no chat, or that begins with other text; `null`: "
+        "its messages are all, or see `why`."
+    )
+    complete: bool = Field(description="Whether this is all that the context says.")
+    why: str | None = Field(description="What is missing and why, in a sentence; `null`: nothing.")
+
+
 class HandoffList(BaseModel):
     """A page of a tenant's handoffs, the newest first."""
 
     model_config = ConfigDict(title="BatonHandoffList", json_schema_serialization_defaults_required=True)
 
     object: Literal["list"] = Field("list", description="The kind of object.")
-    data: list[HandoffObject] = Field(description="The handoffs of this page.")
+    data: list[HandoffRow] = Field(description="The handoffs of this page.")
     has_more: bool = Field(
         description="Whether older ones follow; request them with `after` set to `last_id`."
     )
@@ -257,6 +297,28 @@ UNSAVED = SAVERS | {"audit", "archived"}
 """Fields that only the gateway knows which saves the handoff, until it is saved."""
 
 
+@dataclass
+class Use:
+    """How a handoff was used at this gateway since its start; it is written nowhere.
+
+    Attributes:
+        count: number of requests that started from it.
+        at: when the last of them did, in seconds since the epoch.
+        outcome: what became of its KV then.
+        reason: why it was recomputed then.
+    """
+
+    count: int = 0
+    at: int | None = None
+    outcome: str | None = None
+    reason: str | None = None
+
+    def note(self, at: int, outcome: str, reason: str | None) -> None:
+        """Note a request that started from it."""
+        self.count += 1
+        self.at, self.outcome, self.reason = at, outcome, reason
+
+
 class Context(NamedTuple):
     """What is known of a context beside its tokens when the request that saves it has ended.
 
@@ -325,6 +387,7 @@ class Handoff(Lease):
     _guard: asyncio.Lock = PrivateAttr(default_factory=asyncio.Lock)
     _distinct: Sequence[int] | None = PrivateAttr(None)
     _image_data: dict[str, Bytes] = PrivateAttr(default_factory=dict)
+    _use: Use = PrivateAttr(default_factory=Use)
 
     def fill(self, tokens: Iterable[int], context: Context, images: Iterable[PlacedImage]) -> None:
         """Set what is known now that the request has ended which saves it, past the lock of its fields."""
@@ -390,6 +453,11 @@ class Handoff(Lease):
         return sum({image.digest: image.bytes for image in self.images}.values())
 
     @property
+    def use(self) -> Use:
+        """How it was used at this gateway."""
+        return self._use
+
+    @property
     def stamp(self) -> tuple[int, int, int] | None:
         """Identifies the version of its file that was last read or written; None: it has no file."""
         return self._stamp
@@ -449,6 +517,21 @@ class Handoff(Lease):
     def key(self) -> str:
         """The key of its KV in the store."""
         return key_of(self.tenant, self.id)
+
+    def brief(self) -> dict[str, object]:
+        """Return what events tell of it."""
+        same = ("id", "automatic", "model", "label", "parent", "bytes")
+        return {name: getattr(self, name) for name in same} | {"tokens": len(self.tokens)}
+
+    def row(self, tier: Place | None) -> dict[str, object]:
+        """Return the handoff object as its own routes show it, with where its KV lies."""
+        used = {
+            "uses": self.use.count,
+            "last_used_at": self.use.at,
+            "last_outcome": self.use.outcome,
+            "last_reason": self.use.reason,
+        }
+        return self.public() | {"tier": tier} | used
 
     def public(self) -> dict[str, object]:
         """Return the handoff object that clients see."""

@@ -15,6 +15,7 @@ from baton.library.handoff import UNSAVED, Handoff, HandoffState
 from baton.library.here.records import Edit
 from baton.library.index import HandoffIndex
 from baton.library.tiers import Tier
+from baton.telemetry.events import Events
 from baton.telemetry.metrics import QueueMetrics
 
 Result = TypeVar("Result")
@@ -103,7 +104,12 @@ class Holdings:
     """
 
     def __init__(
-        self, index: HandoffIndex, tier: Tier, threads: HandoffThreads, wall: Callable[[], float]
+        self,
+        index: HandoffIndex,
+        tier: Tier,
+        threads: HandoffThreads,
+        wall: Callable[[], float],
+        events: Events | None = None,
     ) -> None:
         self.index = index
         self.tier = tier
@@ -112,8 +118,14 @@ class Holdings:
         self.remote = self.pool is not None or tier is not tier.here
         self.threads = threads
         self.wall = wall
+        self._events = events
         self._refreshing: asyncio.Task[None] | None = None
         self._next: asyncio.Task[None] | None = None
+
+    def tell(self, what: str, record: Handoff, **more: object) -> None:
+        """Tell a handoff's tenant what became of it, if somebody of it listens."""
+        if self._events is not None:
+            self._events.tell(record.tenant, f"handoff.{what}", lambda: {"handoff": record.brief(), **more})
 
     async def run(
         self, tenant: str, work: Callable[..., Result], *args: Any, patient: bool = False
@@ -138,7 +150,7 @@ class Holdings:
                 one was: that one may be looked up again.
         """
         if now is None:
-            self.index.evict(known)
+            self._gone_elsewhere(known)
         elif now is known:
             return
         elif known.state is HandoffState.PENDING:
@@ -156,6 +168,12 @@ class Holdings:
             if renewed:
                 self.index.expire_in(known, self.seconds_left(known))
 
+    def _gone_elsewhere(self, known: Handoff) -> None:
+        """Evict a record that another gateway has deleted, or that has expired there."""
+        if known in self.index:
+            self.index.evict(known)
+            self.tell("expired" if known.expires_at <= self.wall() else "deleted", known)
+
     def _merge_unwritten(self, known: Handoff, now: Handoff | None) -> None:
         """Update a record that is being saved here, and that other machines know as pending.
 
@@ -164,6 +182,7 @@ class Holdings:
         """
         if now is None:
             self.index.forget(known)
+            self.tell("deleted", known)
         elif now is not known and now.revision > known.revision:
             known.take(now, but={*UNSAVED, "revision", "pin"})  # with those it is written over this one
             self.index.expire_in(known, self.seconds_left(known))
@@ -216,13 +235,15 @@ class Holdings:
         for record in news.changed:
             if (known := self.index.known(record.id)) is None:
                 self.adopt(record)
+                if record in self.index:
+                    self.tell("created", record)
             else:
                 self.merge_newer(known, record)
 
     async def _gone(self, known: Handoff) -> None:
         """Evict a record that is gone elsewhere; one that is being saved here may just have expired there."""
         if known.on_disk or known.archived:
-            self.index.evict(known)
+            self._gone_elsewhere(known)
         elif known.announced:
             now = await self.run(LOOKS, self.tier.reread, known, patient=True)
             self._merge_unwritten(known, now)

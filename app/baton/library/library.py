@@ -23,6 +23,7 @@ from baton.library.index import HandoffIndex
 from baton.library.saving import Saving
 from baton.library.tiers import Tier
 from baton.library.upkeep import Upkeep
+from baton.telemetry.events import Events
 from baton.telemetry.metrics import AuditResult, HandoffMetrics
 
 FAILED_FOR_S = 60.0
@@ -40,6 +41,7 @@ class Library:
         wall: seconds since the epoch, which clients see and records hold.
         automatic: whether requests that name no handoff look for one.
         threads: wait for the tiers; None: their queues are not watched, and refuse nobody.
+        events: tell clients what becomes of handoffs; None: nobody listens.
 
     Attributes:
         background: what goes on when the request that began it is cancelled.
@@ -60,6 +62,7 @@ class Library:
         wall: Callable[[], float] = time.time,
         automatic: bool = True,
         threads: HandoffThreads | None = None,
+        events: Events | None = None,
     ) -> None:
         metrics.store_budget.set(int(settings.budget))
         self.background = BackgroundWork()
@@ -68,7 +71,7 @@ class Library:
         self._tier = tier
         self._pool = tier.here.pool
         self._threads = threads or HandoffThreads()
-        self.holdings = Holdings(self.index, tier, self._threads, wall)
+        self.holdings = Holdings(self.index, tier, self._threads, wall, events)
         self.saving = Saving(self.holdings, settings)
         self.upkeep = Upkeep(self.holdings, self.saving, metrics, self.in_background)
         self.fetches = Fetches(self.holdings, metrics, settings.fetch_s)
@@ -278,6 +281,29 @@ class Library:
                 raise HandoffNotFound()
             if record.expires_at != before:  # also where it is in memory only
                 self.index.expire_in(record, self.holdings.seconds_left(record))
+            self.holdings.tell("changed", record)
+
+    def note_use(
+        self, record: Handoff, outcome: str, reason: str | None, *, loaded: int, resident: int
+    ) -> None:
+        """Note that a request started from a handoff, and what became of its KV.
+
+        Args:
+            outcome: as `handoff.source` of an answer has it.
+            reason: why it was recomputed; None: it was not.
+            loaded: number of its tokens whose KV was loaded.
+            resident: number of those whose KV the engine still had.
+        """
+        record.use.note(int(self.holdings.wall()), outcome, reason)
+        told = {"outcome": outcome, "reason": reason, "loaded_tokens": loaded, "resident_tokens": resident}
+        self.holdings.tell("used", record, **told)
+
+    async def describe(self, records: Sequence[Handoff]) -> list[dict[str, object]]:
+        """Return handoffs as their routes show them: with where their KV lies, and how they were used."""
+        if not records:
+            return []
+        tiers = await self.holdings.run(records[0].tenant, self._tier.places, records)
+        return [record.row(tier) for record, tier in zip(records, tiers, strict=True)]
 
     def longest_prefix(
         self, tenant: str, weights: str, prompt: Sequence[int], usable: Callable[[Handoff], bool]
@@ -401,3 +427,4 @@ class Library:
             async with record.guard:  # so that nobody writes it again after this
                 await self.holdings.run(record.tenant, self._tier.delete, record)
                 self.index.forget(record)
+                self.holdings.tell("deleted", record)

@@ -277,6 +277,8 @@ class Saving:
         record.state = state
         if (settled := self._pending.pop(record.id, None)) is not None:
             settled.set()
+            if state is HandoffState.READY and record in self._index:
+                self._holdings.tell("created", record)
 
     async def _kv_known(self, record: Handoff, transfer: TransferRequest, within_s: float) -> bool:
         """Wait until the KV is saved or its save has failed; returns whether that was known in time."""
@@ -386,6 +388,7 @@ class Saving:
             if (other := self._index.next_evictable(record)) is None:
                 return False
             self._index.evict(other)
+            self._holdings.tell("evicted", other, kv_only=False)
             await self._write(self._here.remove, other)
         return True
 

@@ -17,7 +17,7 @@ import structlog
 
 from baton.errors import HandoffPinsFull, HandoffStoreUnavailable
 from baton.images.placed_image import PlacedImage
-from baton.library.handoff import PINNED_SHARE, Handoff, is_handoff_key, scope_of
+from baton.library.handoff import PINNED_SHARE, Handoff, Place, is_handoff_key, scope_of
 from baton.library.here.images import Images, ImageStore
 from baton.library.here.records import Edit, RecordFolder, Records, proof_of
 from baton_kv.folders import store_secret
@@ -79,6 +79,10 @@ class Tier(Protocol):
 
     def sizes(self, records: Sequence[Handoff]) -> list[int]:
         """Return the sizes of several handoffs' KV, wherever it is; 0: it is not stored."""
+        ...
+
+    def places(self, records: Sequence[Handoff]) -> list[Place | None]:
+        """Return the nearest place where each of several handoffs' KV lies; None: it is not stored."""
         ...
 
     def source_of(self, record: Handoff) -> str:
@@ -226,6 +230,17 @@ class Here:
             missing = [record for record in records if not found[record.id]]
             found |= dict(zip([each.id for each in missing], self.pool.sizes(missing), strict=True))
         return [found[record.id] for record in records]
+
+    def places(self, records: Sequence[Handoff]) -> list[Place | None]:
+        found: dict[str, Place] = {each.id: "here" for each in records if each.bytes and self.is_here(each)}
+        others = [each for each in records if each.bytes and each.id not in found]
+        if self.pool is not None and others:
+            try:
+                sizes = self.pool.sizes(others)
+            except HandoffStoreUnavailable:  # it had them, and may have them again
+                sizes = [each.bytes for each in others]
+            found |= {each.id: "shared" for each, size in zip(others, sizes, strict=True) if size}
+        return [found.get(each.id) for each in records]
 
     def source_of(self, _record: Handoff) -> str:
         return "shared"

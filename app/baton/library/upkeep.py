@@ -11,7 +11,7 @@ from typing import Any
 import structlog
 
 from baton.admission.fair_threads import OURS
-from baton.library.handoff import Handoff
+from baton.library.handoff import Handoff, HandoffState
 from baton.library.holdings import Holdings, Result
 from baton.library.saving import Saving
 from baton.telemetry.metrics import HandoffMetrics
@@ -84,6 +84,8 @@ class Upkeep:
         extended = await self._run(self._holdings.tier.remove_expired, record)
         if extended is not None:
             self._holdings.adopt(extended)
+        elif record.state is HandoffState.READY:
+            self._holdings.tell("expired", record)
 
     async def forget_evicted(self) -> None:
         """Remove some of the automatic handoffs whose KV was evicted; they would hide others from prompts."""
@@ -96,10 +98,14 @@ class Upkeep:
 
     def kv_gone(self, record: Handoff) -> None:
         """Note that a handoff's KV cannot be used any more; an automatic one is removed."""
-        record.bytes = 0
+        had, record.bytes = record.bytes, 0
         self._index.publish(record)
-        if record.automatic and record in self._index:
+        if record not in self._index:
+            return
+        if record.automatic:
             self._evict(record)
+        elif had:
+            self._holdings.tell("evicted", record, kv_only=True)
 
     def evict_oldest(self, tenant: str) -> None:
         """Evict a tenant's oldest handoffs above its limits of number and memory, automatic ones first."""
@@ -118,6 +124,7 @@ class Upkeep:
 
     def _evict(self, record: Handoff) -> None:
         self._index.evict(record)
+        self._holdings.tell("evicted", record, kv_only=False)
         self._in_background(self._run(self._here.remove, record))
 
     async def _run(self, work: Callable[..., Result], *args: object) -> Result:

@@ -340,6 +340,7 @@ class AutomaticHandoffs:
         elif report.miss in KV_IS_GONE or (report.lost and match.record.automatic):
             self.handoffs.kv_gone(match.record)
         if report.loaded and not report.lost:
+            self.handoffs.note_use(match.record, "loaded", None, loaded=report.loaded, resident=0)
             self.metrics.tokens_reused.inc(report.loaded)
             self.metrics.saved_prefill.inc(engine.throughput.prefill_s(report.loaded) or 0)
 

@@ -17,9 +17,9 @@ from baton.engines.backend import Json, Operation, Reply
 from baton.engines.engine import LocalEngine
 from baton.engines.fleet import Fleet
 from baton.engines.transfers import TransferChooser, TransferRequest
-from baton.errors import InvalidRequest
+from baton.errors import HandoffNotFound, HandoffPending, InvalidRequest
 from baton.images.client_image import ClientImage
-from baton.library.handoff import Handoff
+from baton.library.handoff import Handoff, HandoffState
 from baton.library.library import Library
 from baton.relay.ahead import JoinsAhead
 from baton.relay.asked import (
@@ -89,6 +89,29 @@ class Relay:
             OperationUnsupported: the operation, or the engine, does not support what it asks for.
         """
         return take_options(body, engine, operation, self.settings.handoffs.latent_steps_max)
+
+    async def messages(self, engine: LocalEngine | None, record: Handoff, context: RequestContext) -> Json:
+        """Return what a handoff's context says, as its route shows it.
+
+        Args:
+            engine: an engine of its weights that is ready; None: there is none, so that tokens are not text.
+
+        Raises:
+            HandoffPending: the request that saves it has not ended.
+            HandoffNotFound: that request failed.
+        """
+        if record.state is not HandoffState.READY:
+            raise HandoffPending() if record.state is HandoffState.PENDING else HandoffNotFound()
+        shown: Json = {"object": "list", "handoff": record.id, "text": None, "complete": True, "why": None}
+        if engine is not None:
+            data, text = await Writer(engine, context).said(record)
+            return shown | {"data": data, "text": text}
+        past = record.conversation
+        if past is not None and past.messages and past.answer_from is None and not past.after_text:
+            return shown | {"data": past.messages}
+        what = "The last answer" if past is not None and past.messages else "The text"
+        why = f"{what} is not known while no engine of the weights of '{record.model}' is ready here."
+        return shown | {"data": past.messages if past is not None else [], "complete": False, "why": why}
 
     async def answer(
         self,

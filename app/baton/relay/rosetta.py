@@ -130,6 +130,7 @@ class Rosetta:
                 param="handoff.from",
             )
         chances = await self._next_token(theirs, context, record)
+        self.handoffs.note_use(record, "rosetta", None, loaded=0, resident=0)
         mixture = await _in_their_tokens(EngineText(theirs, context), EngineText(engine, context), chances)
         shown: Json = {
             "id": record.id,

@@ -320,6 +320,19 @@ class PlannedRequest:
             if each.moved is not None and lost.get(each.moved.key) in KV_IS_GONE:
                 self.handoffs.kv_gone(each.part.record)
 
+    def _note_uses(self, source: Handoff, shown: Json) -> None:
+        """Note of every handoff that the request started from that it did."""
+        outcome, reason = shown["outcome"], shown["reason"]
+        loaded, resident = shown["loaded_tokens"], shown["resident_tokens"]
+        named = self.translated.source if self.translated is not None else source
+        self.handoffs.note_use(named, outcome, reason, loaded=loaded, resident=resident)
+        for each, part in zip(self.parts[1:], shown.get("parts", ())[1:], strict=True):
+            found = part["loaded_tokens"] + part["moved_tokens"]
+            how = "blended" if part["moved_tokens"] else "loaded" if found else "recomputed"
+            other = each.part.translated
+            record = each.part.record if other is None else other.source
+            self.handoffs.note_use(record, how, None, loaded=found, resident=0)
+
     def _describe(self, source: Handoff) -> Json:
         """Return `handoff.source`, and count it in the metrics."""
         report, metrics = self.transfer.report, self.metrics
@@ -342,6 +355,7 @@ class PlannedRequest:
         saved = self.engine.throughput.prefill_s(reused, source.steps_within(reused))
         shown["saved_prefill_ms"] = None if saved is None else round(saved * 1000, 1)
         metrics.consumed.labels(shown["outcome"]).inc()
+        self._note_uses(source, shown)
         metrics.tokens_reused.inc(shown["loaded_tokens"])
         metrics.saved_prefill.inc(saved or 0)
         return shown

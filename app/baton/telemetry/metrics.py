@@ -481,6 +481,7 @@ class GatewayMetrics(RequestMetrics):
         self.shared_store = SharedStoreMetrics(registry)
         self.archive = ArchiveMetrics(registry)
         self.responses = ResponseMetrics(registry)
+        self.events = EventMetrics(registry)
         self.pooling = PoolingMetrics(registry)
         self.images = ImageMetrics(registry)
         Info("baton_build", "Version of Baton and of Python.", registry=registry).info(
@@ -545,6 +546,30 @@ class FleetMetrics:
             "baton_engine_start_seconds",
             "Seconds the engine's last start took.",
             ("engine",),
+            registry=registry,
+        )
+        self.acts = Counter(
+            "baton_operator_acts_total",
+            "Starts, stops and restarts of an engine that operators asked for.",
+            ("engine", "act"),
+            registry=registry,
+        )
+
+
+class EventMetrics:
+    """The series of `/v1/events`."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.streams = Gauge("baton_event_streams", "Streams of events that are open.", registry=registry)
+        self.events = Counter(
+            "baton_events_total",
+            "Events that tenants who listen were told of, by their type.",
+            ("type",),
+            registry=registry,
+        )
+        self.dropped = Counter(
+            "baton_event_streams_dropped_total",
+            "Streams of events that ended because their client read too slowly.",
             registry=registry,
         )
 

@@ -69,6 +69,7 @@ class RemoteEngine:
         self.name, self.aliases = settings.name, settings.aliases
         self.generates, self.supports_handoffs = settings.runner == "generate", settings.handoff
         self.images = ImageInput(limit=ALL_IMAGES if settings.remote.images else 0)
+        self.memory_bytes = None
         self.registry = CollectorRegistry()
         self._keys = RemoteKeys(settings)
         self._breaker = Breaker(settings.remote.failures)

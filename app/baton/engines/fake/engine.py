@@ -95,6 +95,7 @@ class FakeEngine:
         bodies: bodies of all requests so far.
         transfers: transfers that requests with handoffs asked for so far, and those chosen for others.
         active: number of requests it works on now.
+        memory_bytes: see `LocalEngine.memory_bytes`.
         aborted: number of requests that were cancelled.
         starts: number of starts.
         deaths: number of calls of `die`, after which earlier requests get no further tokens.
@@ -124,6 +125,7 @@ class FakeEngine:
     bodies: list[Json] = field(default_factory=list)
     transfers: list[TransferRequest] = field(default_factory=list)
     active: int = 0
+    memory_bytes: int | None = None
     aborted: int = 0
     starts: int = 0
     deaths: int = 0

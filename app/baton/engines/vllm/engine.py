@@ -358,6 +358,10 @@ class VllmEngine:
         return self._running.client.get_num_unfinished_requests() if self._running is not None else 0
 
     @property
+    def memory_bytes(self) -> int | None:
+        return self._thread.memory_bytes if self._thread is not None else None
+
+    @property
     def rounding_nats(self) -> float:
         return rounding_nats(self._require_running().client)
 

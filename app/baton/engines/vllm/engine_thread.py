@@ -158,6 +158,15 @@ class EngineThread(threading.Thread):
                 CURRENT.set(Launch(self._starts.server, launched))  # this thread's context ends with it
             return AsyncLLM.from_engine_args(self._args, stat_loggers=[self._logger])
 
+    @property
+    def memory_bytes(self) -> int | None:
+        """Bytes that the engine's processes hold in memory; None: there are none."""
+        found = 0
+        for process in self._processes:
+            with contextlib.suppress(psutil.Error):
+                found += process.memory_info().rss
+        return found or None
+
     def kill(self) -> None:
         """Kill the engine's processes at once."""
         kill(self._processes)

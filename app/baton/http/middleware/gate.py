@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from ipaddress import ip_address
 from typing import Any
 
@@ -51,6 +51,7 @@ class RequestHeadMiddleware:
             refuse_bad_head(scope)
             if scope["method"] == "HEAD":  # routes answer it as GET; the server leaves the content out
                 scope = {**scope, "method": "GET"}
+                state_of(scope).head = True
         await self._app(scope, receive, send)
 
 
@@ -283,23 +284,38 @@ class AuthMiddleware:
 
     Args:
         keyring: the known keys; None: every request is the local tenant's.
+        open_to_all: whether others than this machine's users can reach the gateway; if not, and there are no
+            keys, whoever calls is an operator.
+        files: paths of the page's files, which need no key.
     """
 
-    def __init__(self, app: ASGIApp, *, keyring: Keyring | None, admission: Admission) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        keyring: Keyring | None,
+        admission: Admission,
+        open_to_all: bool,
+        files: Collection[str] = (),
+    ) -> None:
         self._app = app
         self._keyring = keyring
         self._admission = admission
+        self._operated = keyring is None and not open_to_all
+        self._public = PUBLIC_PATHS.union(files)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in PUBLIC_PATHS:
+        if scope["type"] != "http" or scope["path"] in self._public:
             await self._app(scope, receive, send)
             return
         state = state_of(scope)
         if self._keyring is not None:
-            tenant = self._keyring.tenant(presented_key(scope["headers"]))
-            if tenant is None:
+            key = self._keyring.find(presented_key(scope["headers"]))
+            if key is None:
                 raise Unauthorized()
-            state.context.tenant = tenant
+            state.context.tenant, state.key_id, state.operator = key.tenant, key.id, key.operator
+        else:
+            state.operator = self._operated
         if scope["path"] not in UNCOUNTED:
             self._admission.admit(state.ticket, state.context.tenant)
         try:

@@ -1,17 +1,18 @@
 """The routes. `openai` is the table of those that an engine answers; `ROUTERS` lists all.
 
-`/metrics` is not among them: `server.py` decides on which port it answers.
+`/metrics` and the page at `/` are not among them: `server.py` decides whether and where they answer.
 """
 
 from __future__ import annotations
 
-from baton.http.routes import handoffs, openai, operations, pooling, responses
+from baton.http.routes import engines, handoffs, openai, operations, pooling, responses
 
 ROUTERS = (
     openai.router,
     responses.router,
     pooling.router,
     handoffs.router,
+    engines.router,
     operations.router,
     operations.docs_router,
 )

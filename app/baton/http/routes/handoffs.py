@@ -9,14 +9,14 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
 
-from baton.engines.backend import Elsewhere, Json, Operation
+from baton.engines.backend import Elsewhere, EngineState, Json, Operation
 from baton.engines.engine import LocalEngine
 from baton.http.answer import check, take_place, unless_gone
 from baton.http.elsewhere_body import prepare_forwarded
-from baton.http.request import Gateway, context_of, gateway_of, read_json, state_of
+from baton.http.request import Gateway, context_of, gateway_of, in_a_thread, read_json, state_of
 from baton.http.request_images import take_images
 from baton.images.client_image import ClientImage
-from baton.library.handoff import HandoffState
+from baton.library.handoff import Handoff, HandoffState
 from baton.relay.asked import (
     ID_HEADER,
     HandoffChanges,
@@ -91,8 +91,9 @@ async def list_handoffs(
 
     For the next page, set `after` to the `last_id` of this one.
     """
-    page, more = await gateway_of(request).library.page(context_of(request).tenant, limit=limit, after=after)
-    rows = [record.public() for record in page]
+    library = gateway_of(request).library
+    page, more = await library.page(context_of(request).tenant, limit=limit, after=after)
+    rows = await library.describe(page)
     ends = {"first_id": page[0].id if page else None, "last_id": page[-1].id if page else None}
     return {"object": "list", "data": rows, "has_more": more} | ends
 
@@ -100,7 +101,27 @@ async def list_handoffs(
 @router.get("/v1/handoffs/{handoff_id}")
 async def retrieve_handoff(request: Request, handoff_id: str) -> dict[str, Any]:
     """Show one handoff."""
-    return (await gateway_of(request).library.get(handoff_id, context_of(request).tenant)).public()
+    library = gateway_of(request).library
+    (row,) = await library.describe([await library.get(handoff_id, context_of(request).tenant)])
+    return row
+
+
+@router.get("/v1/handoffs/{handoff_id}/messages", response_class=Response)
+async def show_messages(request: Request, handoff_id: str) -> Response:
+    """Show what a handoff's context says: its messages, or its text where it is no chat."""
+    gateway, context = gateway_of(request), context_of(request)
+    record = await gateway.library.get(handoff_id, context.tenant)
+    return await unless_gone(request, _said(request, gateway, record))
+
+
+async def _said(request: Request, gateway: Gateway, record: Handoff) -> Response:
+    context = context_of(request)
+    context.take_memory(record.weight)
+    ready = (each for each in gateway.fleet.here if each.state is EngineState.READY)
+    engine = next((each for each in ready if each.weights == record.weights), None)
+    said = await gateway.relay.messages(engine, record, context)
+    body = await in_a_thread(request, partial(json.dumps, said))
+    return Response(body, media_type="application/json")
 
 
 @router.patch("/v1/handoffs/{handoff_id}")
@@ -110,7 +131,8 @@ async def change_handoff(request: Request, handoff_id: str) -> dict[str, Any]:
     changes = parse_options(HandoffChanges, await read_json(request, gateway.settings.limits))
     record = await gateway.library.get(handoff_id, context_of(request).tenant)
     await gateway.library.change(record, changes.model_dump(exclude_unset=True))
-    return record.public()
+    (row,) = await gateway.library.describe([record])
+    return row
 
 
 @router.delete("/v1/handoffs/{handoff_id}", status_code=204)

@@ -20,7 +20,7 @@ from baton.library.archive.bucket import UNAVAILABLE, Bucket, BucketAddress, Con
 from baton.library.archive.copies import Archive, ArchiveFiles, Damaged, Pace, placed
 from baton.library.archive.documents import PROOF, Document, Names, Tampered
 from baton.library.archive.records import ArchiveRecords, Version
-from baton.library.handoff import PINNED_SHARE, SAVERS, Handoff
+from baton.library.handoff import PINNED_SHARE, SAVERS, Handoff, Place
 from baton.library.here.records import Edit, Others, pool_secret
 from baton.library.tiers import Here
 from baton.telemetry.metrics import ArchiveMetrics, AuditResult
@@ -282,6 +282,13 @@ class Archived:
         return [
             size or (record.bytes if record.archived and not self.seen.is_damaged(record.id) else 0)
             for record, size in zip(records, found, strict=True)
+        ]
+
+    def places(self, records: Sequence[Handoff]) -> list[Place | None]:
+        return [
+            place
+            or ("archive" if each.archived and each.bytes and not self.seen.is_damaged(each.id) else None)
+            for each, place in zip(records, self.here.places(records), strict=True)
         ]
 
     def read_images(self, record: Handoff) -> list[PlacedImage]:

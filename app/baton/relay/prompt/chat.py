@@ -232,6 +232,14 @@ class Writer:
         content = await self._text.detokenize(list(tokens[:-1] if past.ended else tokens))
         return [{"role": "assistant", "content": content}]
 
+    async def said(self, source: Handoff) -> tuple[list[Json], str | None]:
+        """Return the messages of a handoff's context, its last answer too, and its text if that is more."""
+        past = source.conversation
+        if past is None or past.text_only:
+            return [], await self._text.detokenize(source.tokens)
+        text = await self._text.detokenize(source.tokens) if past.after_text else None
+        return [*past.messages, *await self._last_answer(source, past)], text
+
     async def plain(
         self, prompt: str | list[int], *, special: bool, after: int = 0
     ) -> tuple[list[int], list[PlacedImage]]:
