@@ -1,7 +1,7 @@
 """Take the pictures of the page for README and docs from a running gateway: `make screenshots`.
 
-It wants a gateway without keys that has a chat engine that hands over and a map engine, as `make serve` starts
-it, and an installed Chromium. What it asks stays among the gateway's contexts.
+It wants a gateway without keys that has a chat engine that hands over and a map engine, as `make serve`
+starts it, and an installed Chromium. What it asks stays among the gateway's contexts.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ WIDE, NARROW = {"width": 1200, "height": 800}, {"width": 390, "height": 780}
 WITHIN_MS = 120_000
 LOG = (
     "This is the log of the ship Anna. On Monday we loaded salt and oranges in Rijeka. On Tuesday the wind "
-    "came from the north and we lay at anchor off Cres. On Wednesday we passed Pula and saw four other ships. "
-    "On Thursday we reached Venice and sold the oranges. On Friday we bought glass and rope. What did we sell?"
+    "came from the north and we lay at anchor off Cres. On Wednesday we passed Pula and saw four ships. On "
+    "Thursday we reached Venice and sold the oranges. On Friday we bought glass and rope. What did we sell?"
 )
 
 

@@ -1,5 +1,5 @@
 /** Talk to an engine. Every answer is a branch: fork from it, page through its siblings, lay two side by side. */
-import { useComputed, useSignal } from "@preact/signals";
+import { useComputed, useSignal, useSignalEffect } from "@preact/signals";
 import { useEffect, useRef } from "preact/hooks";
 import type { Json } from "./api";
 import { type Engine, engines, STATES } from "./live";
@@ -80,9 +80,11 @@ function Aside({ current }: { current: Conversation | undefined }) {
   const list = conversations.value;
   return (
     <aside class="conversations" aria-label="Conversations">
-      <a class="button primary wide" href="#/chat">
-        New conversation
-      </a>
+      {(current || list.length > 0) && (
+        <a class="button wide" href="#/chat">
+          New conversation
+        </a>
+      )}
       {list.length > 0 && (
         <details open={matchMedia("(min-width: 60rem)").matches}>
           <summary>{many(list.length, "conversation")}</summary>
@@ -153,11 +155,12 @@ function Thread({ place }: { place: Conversation }) {
   const main = path(place.tip);
   const other = place.beside === null ? null : path(place.beside);
   const common = other ? main.filter((id, index) => other[index] === id) : main;
-  const bottom = useRef<HTMLDivElement>(null);
   const asked = place.turns.length;
-  useEffect(() => {
-    if (asked) bottom.current?.scrollIntoView({ block: "end" });
-  }, [asked]);
+  useEffect(() => scrollTo(0, document.body.scrollHeight), [asked]);
+  useSignalEffect(() => {
+    const tip = conversationOf(place.id)?.tip ?? null;
+    if (tip !== null && turnOf(tip).value.state === "streaming") stayAtTheEnd();
+  });
   if (!other) {
     return (
       <div class="branch">
@@ -166,7 +169,6 @@ function Thread({ place }: { place: Conversation }) {
           <TurnView key={id} id={id} place={place} side="tip" />
         ))}
         <ComposerAt place={place} side="tip" />
-        <div ref={bottom} />
       </div>
     );
   }
@@ -203,6 +205,12 @@ function Thread({ place }: { place: Conversation }) {
       </div>
     </div>
   );
+}
+
+/** Keep the end of a growing answer in sight, unless one has scrolled away from it. */
+function stayAtTheEnd() {
+  const { scrollHeight, clientHeight, scrollTop } = document.documentElement;
+  if (scrollHeight - clientHeight - scrollTop < 160) scrollTo(0, scrollHeight);
 }
 
 function Beginning({ place }: { place: Conversation }) {
@@ -435,7 +443,7 @@ function Reused({ turn }: { turn: Turn }) {
           <span class="computed" style={share(reuse.computed)} />
         </span>
         <span>
-          <strong>{reuse.headline}.</strong> {reuse.why}
+          <strong>{reuse.headline}.</strong> {reuse.why} <span class="more">Details</span>
         </span>
       </summary>
       <dl>
@@ -546,6 +554,7 @@ function Composer({ place, parent, side, busy }: ComposerProps) {
   const pictures = useSignal<{ name: string; url: string }[]>([]);
   const refusal = useSignal("");
   const over = useSignal(false);
+  const open = useSignal(false);
   const chosen = useSignal("");
   const settings = useSignal(place?.settings ?? { system: "", maxTokens: 512, temperature: null, tools: [] });
   const file = useRef<HTMLInputElement>(null);
@@ -686,6 +695,16 @@ function Composer({ place, parent, side, busy }: ComposerProps) {
             </button>
           </>
         )}
+        <button
+          type="button"
+          class="quiet"
+          aria-expanded={open.value}
+          onClick={() => {
+            open.value = !open.value;
+          }}
+        >
+          Options
+        </button>
         <span class="fill" />
         {busy ? (
           <button type="button" class="primary" onClick={() => stop(busy)}>
@@ -697,7 +716,7 @@ function Composer({ place, parent, side, busy }: ComposerProps) {
           </button>
         )}
       </div>
-      <Options settings={settings} begins={parent === null && !place?.base} />
+      {open.value && <Options settings={settings} begins={parent === null && !place?.base} />}
     </form>
   );
 }
@@ -709,67 +728,60 @@ function Options({ settings, begins }: { settings: { value: Conversation["settin
   };
   const { system, maxTokens, temperature, tools } = settings.value;
   return (
-    <details class="options">
-      <summary>Options</summary>
-      <div class="fields">
-        {begins && (
-          <label class="stack wide">
-            <span>What the model is told first (system message)</span>
-            <textarea
-              rows={2}
-              value={system}
-              onInput={(event) => set({ system: event.currentTarget.value })}
-            />
-          </label>
-        )}
-        <label class="stack">
-          <span>Longest answer, tokens</span>
-          <input
-            type="number"
-            min={1}
-            max={1048576}
-            value={maxTokens}
-            onInput={(event) =>
-              set({ maxTokens: Math.max(1, Math.round(Number(event.currentTarget.value) || 1)) })
-            }
-          />
-        </label>
-        <label class="stack">
-          <span>Temperature (empty: the model's own)</span>
-          <input
-            type="number"
-            min={0}
-            max={2}
-            step={0.1}
-            value={temperature ?? ""}
-            onInput={(event) => {
-              const given = event.currentTarget.value;
-              set({ temperature: given === "" ? null : Number(given) });
-            }}
-          />
-        </label>
+    <div class="fields options">
+      {begins && (
         <label class="stack wide">
-          <span>Tools the model may call (a JSON list, as OpenAI's API has them)</span>
-          <textarea
-            rows={3}
-            class="code"
-            spellcheck={false}
-            defaultValue={tools.length ? JSON.stringify(tools, null, 2) : ""}
-            aria-invalid={wrong.value !== ""}
-            onInput={(event) => {
-              try {
-                const given: Json = JSON.parse(event.currentTarget.value.trim() || "[]");
-                if (!Array.isArray(given)) throw new Error("It must be a list: [ … ]");
-                set({ tools: given });
-                wrong.value = "";
-              } catch (error) {
-                wrong.value = error instanceof Error ? error.message : "This is no JSON.";
-              }
-            }}
-          />
-          {wrong.value && <span class="wrong">{wrong.value}. The tools before are kept.</span>}
+          <span>What the model is told first (system message)</span>
+          <textarea rows={2} value={system} onInput={(event) => set({ system: event.currentTarget.value })} />
         </label>
-      </div>
-    </details>
+      )}
+      <label class="stack">
+        <span>Longest answer, tokens</span>
+        <input
+          type="number"
+          min={1}
+          max={1048576}
+          value={maxTokens}
+          onInput={(event) =>
+            set({ maxTokens: Math.max(1, Math.round(Number(event.currentTarget.value) || 1)) })
+          }
+        />
+      </label>
+      <label class="stack">
+        <span>Temperature (empty: the model's own)</span>
+        <input
+          type="number"
+          min={0}
+          max={2}
+          step={0.1}
+          value={temperature ?? ""}
+          onInput={(event) => {
+            const given = event.currentTarget.value;
+            set({ temperature: given === "" ? null : Number(given) });
+          }}
+        />
+      </label>
+      <label class="stack wide">
+        <span>Tools the model may call (a JSON list, as OpenAI's API has them)</span>
+        <textarea
+          rows={3}
+          class="code"
+          spellcheck={false}
+          defaultValue={tools.length ? JSON.stringify(tools, null, 2) : ""}
+          aria-invalid={wrong.value !== ""}
+          onInput={(event) => {
+            try {
+              const given: Json = JSON.parse(event.currentTarget.value.trim() || "[]");
+              if (!Array.isArray(given)) throw new Error("It must be a list: [ … ]");
+              set({ tools: given });
+              wrong.value = "";
+            } catch (error) {
+              wrong.value = error instanceof Error ? error.message : "This is no JSON.";
+            }
+          }}
+        />
+        {wrong.value && <span class="wrong">{wrong.value}. The tools before are kept.</span>}
+      </label>
+    </div>
   );
 }
