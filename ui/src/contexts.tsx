@@ -43,7 +43,7 @@ function named(handoff: Handoff): string {
 function place(handoff: Handoff): string {
   if (handoff.state === "pending") return "still being saved";
   if (handoff.state === "failed") return handoff.error ?? "failed";
-  return handoff.tier ? TIERS[handoff.tier] : "not stored: computed again when used";
+  return handoff.tier ? TIERS[handoff.tier] : "not stored";
 }
 
 function used(handoff: Handoff): string {
@@ -118,7 +118,7 @@ export function Contexts() {
       {page.value && !rows.length && <Nothing />}
       {rows.length > 0 && (
         <div class="scroll">
-          <table class="contexts">
+          <table class="listed">
             <caption class="hidden">Contexts, the newest first</caption>
             <thead>
               <tr>
@@ -371,7 +371,12 @@ function Facts({ handoff }: { handoff: Handoff }) {
   const facts: [string, string][] = [
     ["Engine", handoff.model],
     ["Tokens", count(handoff.tokens)],
-    ["KV", handoff.bytes ? `${bytes(handoff.bytes)}, ${place(handoff)}` : place(handoff)],
+    [
+      "KV",
+      handoff.bytes
+        ? `${bytes(handoff.bytes)}, ${place(handoff)}`
+        : `${place(handoff)}: computed again when used`,
+    ],
     ["Life left", left > 0 ? span(left) : "over"],
     ["Made", ago(handoff.created_at)],
     ["Uses", used(handoff)],
@@ -443,9 +448,14 @@ function Changes({ handoff, fault, read }: { handoff: Handoff } & Omit<Shared, "
             location.hash = "#/contexts";
           }}
         />
-        <CopyAs title="Show this context" call={() => ({ method: "GET", route: route(handoff.id) })} />
         <CopyAs
-          title={`${handoff.pin ? "Unpin" : "Pin"} and rename`}
+          title="Show this context"
+          name="Copy “show” as…"
+          call={() => ({ method: "GET", route: route(handoff.id) })}
+        />
+        <CopyAs
+          title="Pin and name this context"
+          name="Copy “change” as…"
           call={() => ({
             method: "PATCH",
             route: route(handoff.id),

@@ -79,12 +79,11 @@ function Card({ engine }: { engine: Engine }) {
       </div>
       {engine.why && <p class="note">{engine.why}</p>}
       <div class="figures">
-        <Figure
-          name="Tokens a second"
-          value={engine.tokens_per_s === null ? "–" : engine.tokens_per_s.toFixed(1)}
-        >
-          <Line values={samples.map((one) => one.tokens)} />
-        </Figure>
+        {engine.kind === "generate" && (
+          <Figure name="Tokens/s" value={engine.tokens_per_s === null ? "–" : engine.tokens_per_s.toFixed(1)}>
+            <Line values={samples.map((one) => one.tokens)} />
+          </Figure>
+        )}
         <Figure
           name={engine.waiting ? `Running, ${count(engine.waiting)} waiting` : "Running"}
           value={count(engine.running)}

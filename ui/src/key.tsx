@@ -36,11 +36,20 @@ export function KeyEntry() {
   }
 
   const open = access.value === "open";
+  if (open && !key.value) {
+    return (
+      <div class="card narrow">
+        <h1>Key</h1>
+        <p>
+          This gateway asks for no key: everything is open to you. <a href="#/chat">Ask something</a>.
+        </p>
+      </div>
+    );
+  }
   return (
     <form class="card narrow" onSubmit={enter}>
       <h1>{open ? "Key" : "This gateway asks for a key"}</h1>
-      {open && !key.value && <p>This gateway asks for no key: everything is open to you.</p>}
-      {open && key.value && <p>A key is in use in this tab. Another one changes whose contexts you see.</p>}
+      {open && <p>A key is in use in this tab. Another one changes whose contexts you see.</p>}
       <label for="key">Key</label>
       <input
         id="key"
@@ -65,7 +74,7 @@ export function KeyEntry() {
         <button type="submit" class="primary">
           Enter
         </button>
-        {open && key.value && (
+        {open && (
           <button
             type="button"
             onClick={() => {

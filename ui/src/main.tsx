@@ -66,9 +66,11 @@ function Page() {
         </nav>
         <div class="aside">
           {key.value === "" && access.value === "open" && <a href="docs">API</a>}
-          <a href="#/key" aria-current={view === "key" ? "page" : undefined}>
-            Key
-          </a>
+          {(key.value !== "" || closed) && (
+            <a href="#/key" aria-current={view === "key" ? "page" : undefined}>
+              Key
+            </a>
+          )}
         </div>
       </header>
       {!connected.value && (

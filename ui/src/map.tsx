@@ -183,6 +183,11 @@ export function MapView() {
           {chosen.value ? "Choose another" : "Choose a file"}
         </button>
       </div>
+      {!chosen.value && (
+        <p class="note">
+          No scene at hand? <code>python -m baton_geo.flood.scene scene.tif</code> writes a made-up one.
+        </p>
+      )}
       {chosen.value?.refusal && (
         <Fault
           fault={{
@@ -307,6 +312,7 @@ function Before({ chosen: { file, scene }, engine }: { chosen: Chosen; engine: E
 
 function Says({ scene }: { scene: Scene }) {
   const scaled = scene.bands.some((band) => band.scale || band.offset);
+  const more = scene.bands.some((band) => band.about.length);
   const facts: [string, string][] = [
     ["Size", `${count(scene.width)} × ${count(scene.height)} pixels`],
     ["Numbers", `${scene.type}, compression ${scene.compression}`],
@@ -339,7 +345,7 @@ function Says({ scene }: { scene: Scene }) {
               <th scope="col">Name</th>
               {scaled && <th scope="col">Scale</th>}
               {scaled && <th scope="col">Offset</th>}
-              <th scope="col">Says too</th>
+              {more && <th scope="col">Says too</th>}
             </tr>
           </thead>
           <tbody>
@@ -349,7 +355,7 @@ function Says({ scene }: { scene: Scene }) {
                 <td>{band.name || <span class="note">no name</span>}</td>
                 {scaled && <td>{band.scale || "1"}</td>}
                 {scaled && <td>{band.offset || "0"}</td>}
-                <td>{band.about.join(", ")}</td>
+                {more && <td>{band.about.join(", ")}</td>}
               </tr>
             ))}
           </tbody>

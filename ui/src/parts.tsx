@@ -36,15 +36,17 @@ export function Written({ text }: { text: string }) {
   const pieces = text.split(/^```[^\n]*\n?/m);
   return (
     <div class="written">
-      {pieces.map((piece, index) =>
-        index % 2 ? (
+      {pieces.map((piece, index) => {
+        const shown = piece.replace(/^\n+|\n+$/g, "");
+        if (!shown) return null;
+        return index % 2 ? (
           <pre key={index} tabIndex={0}>
-            <code>{piece.replace(/\n$/, "")}</code>
+            <code>{shown}</code>
           </pre>
         ) : (
-          piece && <p key={index}>{piece.replace(/^\n+|\n+$/g, "")}</p>
-        ),
-      )}
+          <p key={index}>{shown}</p>
+        );
+      })}
     </div>
   );
 }
@@ -52,7 +54,7 @@ export function Written({ text }: { text: string }) {
 const copying = signal<{ call: () => Call; title: string } | null>(null);
 
 /** Opens a window with the request of a step, as curl, Python and with the OpenAI SDK. */
-export function CopyAs({ call, title }: { call: () => Call; title: string }) {
+export function CopyAs({ call, title, name }: { call: () => Call; title: string; name?: string }) {
   return (
     <button
       type="button"
@@ -63,7 +65,7 @@ export function CopyAs({ call, title }: { call: () => Call; title: string }) {
         copying.value = { call, title };
       }}
     >
-      Copy as…
+      {name ?? "Copy as…"}
     </button>
   );
 }
