@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import re
 import subprocess
@@ -16,8 +18,9 @@ import httpx
 import numpy as np
 import pytest
 import rasterio
+from PIL import Image
 from playwright.sync_api import Browser, Locator, Page, expect
-from rasterio.transform import from_origin
+from rasterio import Affine
 from support.browsers import NARROW, WIDE, axe_violations, tab
 from support.gateways import FakeGateway, Held, run_fake
 from support.sample_plugins import Files, plugin
@@ -228,12 +231,14 @@ class TestChat:
 
     def test_a_picture_is_dropped_where_the_engine_takes_them(self, page: Page, gateway: FakeGateway) -> None:
         """Elsewhere the page says which engine does."""
+        dot = io.BytesIO()
+        Image.new("RGB", (8, 8)).save(dot, "PNG")
         drop = """(box) => {
             const bytes = Uint8Array.from(atob('PNG'), (c) => c.charCodeAt(0));
             const data = new DataTransfer();
             data.items.add(new File([bytes], 'dot.png', {type: 'image/png'}));
             box.dispatchEvent(new DragEvent('drop', {dataTransfer: data, bubbles: true, cancelable: true}));
-        }""".replace("PNG", DOT)
+        }""".replace("PNG", base64.b64encode(dot.getvalue()).decode())
         form = page.get_by_role("form", name="Ask")
         page.get_by_label("Engine").select_option("alpha")
         form.evaluate(drop)
@@ -243,7 +248,8 @@ class TestChat:
         expect(page.get_by_alt_text("dot.png")).to_be_visible()
         ask(page, "What is it?")
         answered(page, 1)
-        assert len(gateway.engine("beta").bodies) == 1
+        (sent,) = gateway.engine("beta").transfers
+        assert len(sent.images) == 1
         page.reload()
         expect(answers(page).first).to_contain_text("the context still has it")
 
@@ -290,12 +296,6 @@ class TestChat:
         assert pasted == shown
         with gateway.client() as client:
             assert len(client.get("/v1/handoffs").json()["data"]) == 2
-
-
-DOT = (
-    "iVBORw0KGgoAAAANSUhEUgAAAAgAAAAICAIAAABLbSncAAAAFElEQVR4nGP8z8DAwMDAxMDAwMAAAA0GAQP0lHQKAAAAAElFTkSuQmCC"
-)
-"""A PNG of eight pixels."""
 
 
 class TestContexts:
@@ -466,7 +466,7 @@ def scene(page: Page, bands: int = 6) -> None:
     names = ("BLUE", "GREEN", "RED", "NIR_NARROW", "SWIR_1", "SWIR_2")[:bands]
     profile = {"width": 30, "height": 20, "count": bands, "dtype": "int16", "nodata": -9, "crs": "EPSG:32633"}
     with rasterio.MemoryFile() as memory:
-        with memory.open(driver="GTiff", transform=from_origin(5e5, 5e6, 10, 10), **profile) as file:
+        with memory.open(driver="GTiff", transform=Affine(10, 0, 5e5, 0, -10, 5e6), **profile) as file:
             file.write(np.ones((bands, 20, 30), "int16"))
             file.descriptions = names
             file.scales = (0.0001,) * bands

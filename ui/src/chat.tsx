@@ -664,6 +664,7 @@ function Composer({ place, parent, side, busy }: ComposerProps) {
             value={engine?.name ?? ""}
             onChange={(event) => {
               chosen.value = event.currentTarget.value;
+              refusal.value = "";
             }}
           >
             {found.length === 0 && <option value="">no engine</option>}
@@ -679,9 +680,8 @@ function Composer({ place, parent, side, busy }: ComposerProps) {
           <>
             <input
               ref={file}
-              class="hidden"
+              hidden
               type="file"
-              tabIndex={-1}
               aria-label="Pictures"
               accept={PICTURES.join(",")}
               multiple

@@ -169,9 +169,8 @@ export function MapView() {
         </p>
         <input
           ref={input}
-          class="hidden"
+          hidden
           type="file"
-          tabIndex={-1}
           aria-label="Scene"
           accept=".tif,.tiff,image/tiff,image/png,image/jpeg"
           onChange={(event) => {
