@@ -397,7 +397,7 @@ class TestEngines:
         page.goto(f"{gateway.url}/#/chat")
         expect(page.get_by_label("Engine")).to_contain_text("alpha (stopped)")
         page.goto(f"{gateway.url}/#/engines")
-        card.get_by_role("button", name="Start").click()
+        card.get_by_role("button", name="Start", exact=True).click()
         expect(card.locator(".state")).to_have_text("ready")
 
     def test_others_are_told_that_they_may_not(self, browser: Browser, tmp_path: Path) -> None:

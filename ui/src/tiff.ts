@@ -169,7 +169,7 @@ function described(xml: string, count: number): { bands: Band[]; tags: [string, 
   const tags: [string, string][] = [];
   const items = xml ? new DOMParser().parseFromString(xml, "text/xml").querySelectorAll("Item") : [];
   for (const item of items) {
-    const [name, text] = [item.getAttribute("name") ?? "", item.textContent ?? ""];
+    const [name, text] = [item.getAttribute("name") ?? "", unescaped(item.textContent ?? "")];
     const sample = item.getAttribute("sample");
     const band = sample === null ? undefined : bands[Number(sample)];
     if (sample === null) tags.push([name, text]);
@@ -180,6 +180,19 @@ function described(xml: string, count: number): { bands: Band[]; tags: [string, 
     else band.about.push(`${name}: ${text}`);
   }
   return { bands, tags };
+}
+
+const ESCAPES: Record<string, string> = {
+  "&lt;": "<",
+  "&gt;": ">",
+  "&quot;": '"',
+  "&apos;": "'",
+  "&amp;": "&",
+};
+
+/** GDAL escapes a value before it escapes it for XML. */
+function unescaped(text: string): string {
+  return text.replace(/&(?:lt|gt|quot|apos|amp);/g, (found) => ESCAPES[found] ?? found);
 }
 
 function crsOf(keys: number[]): string {
