@@ -281,10 +281,10 @@ class TestChat:
         """What is copied runs as it is, and asks the engine the same."""
         ask(page, "it's \"quoted\" \\ and `JSON`\nJSON\n$HOME 🚢 '''")
         answered(page, 1)
-        page.get_by_role("button", name="Copy as code: Question 1").click()
+        page.get_by_role("button", name="Copy as… Question 1").click()
         page.get_by_text(language, exact=True).click()
         text = page.get_by_role("dialog").locator("code").inner_text()
-        page.get_by_role("button", name="Close").click()
+        page.get_by_role("button", name="Close", exact=True).click()
         if language == "curl":
             command = ["bash", "-euc", text]
         else:
@@ -453,7 +453,7 @@ class TestKeys:
             enter(page, key)
             ask(page, "hello")
             answered(page, 1)
-            page.get_by_role("button", name="Copy as code: Question 1").click()
+            page.get_by_role("button", name="Copy as… Question 1").click()
             for language in ("curl", "Python", "OpenAI SDK"):
                 page.get_by_text(language, exact=True).click()
                 text = page.get_by_role("dialog").locator("code").inner_text()
@@ -540,9 +540,9 @@ class TestForEverybody:
             answers(page).last.get_by_role("button", name="Side by side").click()
             answers(page).last.locator(".reused summary").click()
             found = {"side by side": axe_violations(page, axe)}
-            answers(page).last.get_by_role("button", name="Copy as code").click()
+            answers(page).last.get_by_role("button", name="Copy as…").click()
             found["copies"] = axe_violations(page, axe)
-            page.get_by_role("button", name="Close").click()
+            page.get_by_role("button", name="Close", exact=True).click()
             context = page.get_by_role("link", name="Its context").first
             context.click()
             expect(page.locator(".said")).to_contain_text("a question")

@@ -542,6 +542,11 @@ function Results({ place, turn, side }: { place: Conversation; turn: Turn; side:
   );
 }
 
+function formName(place: Conversation | undefined, side: Side): string {
+  if (!place || place.beside === null) return "Ask";
+  return side === "tip" ? "Ask in the left branch" : "Ask in the right branch";
+}
+
 interface ComposerProps {
   place: Conversation | undefined;
   parent: string | null;
@@ -611,7 +616,7 @@ function Composer({ place, parent, side, busy }: ComposerProps) {
       class={`composer${over.value ? " over" : ""}`}
       onSubmit={send}
       {...dropping(over, take)}
-      aria-label="Ask"
+      aria-label={formName(place, side)}
     >
       {forks && <p class="note">This starts a new branch.</p>}
       {pictures.value.length > 0 && (

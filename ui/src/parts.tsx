@@ -54,18 +54,26 @@ export function Written({ text }: { text: string }) {
 const copying = signal<{ call: () => Call; title: string } | null>(null);
 
 /** Opens a window with the request of a step, as curl, Python and with the OpenAI SDK. */
-export function CopyAs({ call, title, name }: { call: () => Call; title: string; name?: string }) {
+export function CopyAs({
+  call,
+  title,
+  name = "Copy as…",
+}: {
+  call: () => Call;
+  title: string;
+  name?: string;
+}) {
   return (
     <button
       type="button"
       class="quiet"
       aria-haspopup="dialog"
-      aria-label={`Copy as code: ${title}`}
+      aria-label={`${name} ${title}`}
       onClick={() => {
         copying.value = { call, title };
       }}
     >
-      {name ?? "Copy as…"}
+      {name}
     </button>
   );
 }
