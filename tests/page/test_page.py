@@ -172,7 +172,7 @@ class TestChat:
             client.delete(f"/v1/handoffs/{row['id']}")
         ask(page, "two")
         answered(page, 2)
-        expect(answers(page).last).to_contain_text("was gone, so the whole conversation was sent again")
+        expect(answers(page).last).to_contain_text("could not start from the saved context, so the whole conversation")
 
     @pytest.mark.fault("J1")
     def test_an_engine_lost_in_the_middle_is_asked_again_when_it_is_back(self, browser: Browser) -> None:

@@ -48,6 +48,7 @@ const ADVICE: Record<string, string> = {
   handoff_pins_full: "Unpin another context first.",
   handoff_images_lost: "Send the picture again in a new conversation.",
   handoff_template_unsupported: "Start a new conversation: this model cannot go on from here.",
+  picture_lost: "The page was loaded again since. Start a new conversation with it.",
   image_too_large: "Make the picture smaller.",
   invalid_image: "Send a still PNG, JPEG, WebP or GIF.",
   model_not_found: "Choose an engine of the list.",

@@ -458,6 +458,7 @@ function Reused({ turn }: { turn: Turn }) {
         {turn.source?.saved_prefill_ms ? (
           <Row name="Computing saved" value={milliseconds(turn.source.saved_prefill_ms)} />
         ) : null}
+        {turn.refusal && <Row name="The context was refused" value={turn.refusal} />}
         {turn.source && <Row name="Started from" value={turn.source.id} />}
         {turn.source && (
           <Row name="Outcome" value={[turn.source.outcome, turn.source.reason].filter(Boolean).join(", ")} />
@@ -496,8 +497,9 @@ function ComposerAt({ place, side }: { place: Conversation; side: Side }) {
   const busy = last && (last.state === "waiting" || last.state === "streaming") ? last.id : null;
   if (last?.state === "done" && last.calls.length)
     return <Results place={place} turn={last} side={side} key={last.id} />;
-  // After a question that was refused one asks where that one was asked.
-  const parent = last?.state === "refused" ? last.parent : tip;
+  // After a question without any answer one asks where that one was asked.
+  const empty = last?.state === "cut" && !last.answer && !last.calls.length;
+  const parent = last && (empty || last.state === "refused") ? last.parent : tip;
   return <Composer place={place} parent={parent} side={side} busy={busy} />;
 }
 

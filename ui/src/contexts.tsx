@@ -1,6 +1,6 @@
 /** The tenant's contexts: a list in pages, and one of them with its messages. */
 import { type Signal, useSignal } from "@preact/signals";
-import { useEffect } from "preact/hooks";
+import { useEffect, useRef } from "preact/hooks";
 import { ask, askJson, type Body, inWords } from "./api";
 import { happened } from "./live";
 import { announce, CopyAs, Fault, Twice, Written } from "./parts";
@@ -31,6 +31,8 @@ interface Page {
 }
 
 const ROWS = 50;
+/** Ms after which news are read: many come at once. */
+const SOON_MS = 300;
 const MOST_JOINED = 16;
 const TIERS = { here: "on this machine", shared: "in the shared store", archive: "in the archive" };
 
@@ -72,15 +74,25 @@ export function Contexts() {
       page.value = await askJson<Page>(`/v1/handoffs?limit=${ROWS}${query}`);
       fault.value = null;
     } catch (error) {
-      fault.value = inWords(error);
+      const told = inWords(error);
+      if (after && told.code === "handoff_not_found")
+        cursors.value = []; // the last one of the page before is gone
+      else fault.value = told;
     }
   }
 
-  const news = happened.value?.handoff && !happened.value.handoff.automatic ? happened.value.at : 0;
   useEffect(() => {
-    const timer = setTimeout(read, page.value && !after ? 400 : 0);
-    return () => clearTimeout(timer);
-  }, [after, after ? 0 : news]);
+    read();
+  }, [after]);
+  const news = happened.value?.handoff && !happened.value.handoff.automatic ? happened.value.at : 0;
+  const waits = useRef(0);
+  useEffect(() => {
+    if (!news || after || waits.current) return;
+    waits.current = setTimeout(() => {
+      waits.current = 0;
+      read();
+    }, SOON_MS);
+  }, [news, after]);
 
   const rows = page.value?.data ?? [];
   const first = cursors.value.length * ROWS + 1;

@@ -1,6 +1,6 @@
 /** Know the engines and what happens: one list, and one stream of events for the whole page. */
 import { signal } from "@preact/signals";
-import { ApiError, access, ask, askJson, events, key } from "./api";
+import { ApiError, access, ask, askJson, events } from "./api";
 
 /** An engine as `GET /v1/engines` answers it. */
 export interface Engine {
@@ -53,13 +53,15 @@ export async function readEngines(): Promise<void> {
 const FIRST_PAUSE_MS = 1000;
 const LONGEST_PAUSE_MS = 15000;
 
+/** The id of the last event that came, where a stream goes on. */
+let last = "";
+
 /** Follow the events until `stopped`; a stream that ends is opened again where it ended. */
 export async function follow(stopped: AbortSignal): Promise<void> {
-  let last = "";
   let pause = FIRST_PAUSE_MS;
   while (!stopped.aborted) {
     try {
-      for await (const event of events(await openEvents(last, stopped))) {
+      for await (const event of events(await openEvents(stopped))) {
         last = event.id || last;
         pause = FIRST_PAUSE_MS;
         const happening = JSON.parse(event.data) as Happening;
@@ -76,7 +78,7 @@ export async function follow(stopped: AbortSignal): Promise<void> {
   }
 }
 
-function openEvents(last: string, stopped: AbortSignal): Promise<Response> {
+function openEvents(stopped: AbortSignal): Promise<Response> {
   return ask("/v1/events", { signal: stopped, headers: last ? { "Last-Event-ID": last } : {} });
 }
 
@@ -110,7 +112,3 @@ export const STATES: Record<Engine["state"], string> = {
   stopping: "stopping",
   stopped: "stopped",
 };
-
-export function hasKey(): boolean {
-  return key.value !== "";
-}

@@ -22,13 +22,20 @@ addEventListener("hashchange", () => {
 /** The name of the view and what it is to show: `#/contexts/ID`. */
 function place(): [string, string] {
   const [, view = "", what = ""] = here.value.split("/");
-  return [view in VIEWS || view === "key" ? view : "chat", decodeURIComponent(what)];
+  return [view in VIEWS || view === "key" ? view : "chat", what];
 }
 
 const failure = signal<unknown>(null);
 
+/** A tab in the background follows nothing: a browser opens six connections to a host, for all its tabs. */
+const seen = signal(!document.hidden);
+document.addEventListener("visibilitychange", () => {
+  seen.value = !document.hidden;
+});
+
 effect(() => {
   key.value; // a new key, a new stream of events
+  if (!seen.value) return;
   const stopper = new AbortController();
   failure.value = null;
   readEngines().then(

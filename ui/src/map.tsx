@@ -41,14 +41,14 @@ interface Run {
   stopper: AbortController;
 }
 
-const OUTPUTS = "mask,preview,scene,classes,probabilities";
+const OUTPUTS = "mask,preview,scene,classes";
 
 /** What is at work stays while one looks at another view. */
 const chosen = signal<Chosen | null>(null);
 const running = signal<Run | null>(null);
 const drawn = signal<Drawn | null>(null);
 const fault = signal<ReturnType<typeof inWords> | null>(null);
-const options = signal({ engine: "", bands: "", scale: "", offset: "" });
+const options = signal({ engine: "", bands: "", scale: "", offset: "", probabilities: false });
 
 const USUAL: [string, string, string][] = [
   ["As the file states it", "", ""],
@@ -69,8 +69,9 @@ function mapper(): Engine | undefined {
 }
 
 function route(): string {
-  const { bands, scale, offset } = options.value;
-  const query = new URLSearchParams({ model: mapper()?.name ?? "", outputs: OUTPUTS });
+  const { bands, scale, offset, probabilities } = options.value;
+  const outputs = probabilities ? `${OUTPUTS},probabilities` : OUTPUTS;
+  const query = new URLSearchParams({ model: mapper()?.name ?? "", outputs });
   for (const [name, value] of Object.entries({ indices: bands, scale, offset })) {
     if (value.trim()) query.set(name, value.replace(/\s+/g, ""));
   }
@@ -207,7 +208,7 @@ function Before({ chosen: { file, scene }, engine }: { chosen: Chosen; engine: E
   const set = (changes: Partial<typeof options.value>) => {
     options.value = { ...options.value, ...changes };
   };
-  const { bands, scale, offset } = options.value;
+  const { bands, scale, offset, probabilities } = options.value;
   const usual = USUAL.findIndex(([, s, o]) => s === scale && o === offset);
   const found = mappers();
   return (
@@ -279,6 +280,14 @@ function Before({ chosen: { file, scene }, engine }: { chosen: Chosen; engine: E
             placeholder="as the file states"
             onInput={(event) => set({ offset: event.currentTarget.value })}
           />
+        </label>
+        <label class="row wide">
+          <input
+            type="checkbox"
+            checked={probabilities}
+            onChange={() => set({ probabilities: !probabilities })}
+          />
+          <span>A file with the probability of each class too</span>
         </label>
       </div>
       <div class="row">

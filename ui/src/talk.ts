@@ -51,6 +51,8 @@ export interface Turn {
   source: Source | null;
   usage: Usage | null;
   sent: Sent;
+  /** Why the context that it was to start from was refused. */
+  refusal: string | null;
   /** What `max_tokens` was cut to, by the header `X-Baton-Max-Tokens`. */
   cutTo: number | null;
   firstMs: number | null;
@@ -100,6 +102,13 @@ const LOST = new Set([
   "shutting_down",
   "unreachable",
   "engine_unavailable",
+]);
+/** Refusals of a context after which the conversation itself can be sent. */
+const UNUSABLE = new Set([
+  "handoff_not_found",
+  "handoff_images_lost",
+  "handoff_incompatible",
+  "handoff_template_unsupported",
 ]);
 const ATTEMPTS = 3;
 
@@ -202,6 +211,7 @@ export function askAfter(
     source: null,
     usage: null,
     sent: { how: "begins", from: [], translate: false, keeps: false, settings: place.settings },
+    refusal: null,
     cutTo: null,
     firstMs: null,
     totalMs: null,
@@ -266,7 +276,7 @@ function before(place: Conversation, turn: Turn, keeps: boolean, gone: boolean):
   const { system } = turn.sent.settings;
   if (system) messages.unshift({ role: "system", content: system });
   const how =
-    turn.parent === null ? "begins" : gone ? "whole: context gone" : "whole: engine keeps no contexts";
+    turn.parent === null ? "begins" : gone ? "whole: context refused" : "whole: engine keeps no contexts";
   return { how, from: [], translate: false, messages };
 }
 
@@ -279,7 +289,7 @@ interface Plan {
 
 /** The body of a turn's request, as it was sent. */
 export function bodyOf(place: Conversation, turn: Turn): Body {
-  return requestOf(turn, before(place, turn, turn.sent.keeps, turn.sent.how === "whole: context gone"));
+  return requestOf(turn, before(place, turn, turn.sent.keeps, turn.sent.how === "whole: context refused"));
 }
 
 function requestOf(turn: Turn, plan: Plan): Body {
@@ -349,6 +359,7 @@ async function send(
   update(turn, {
     sent: { ...turn.peek().sent, how: plan.how, from: plan.from, translate: plan.translate, keeps },
   });
+  requirePictures(plan.messages.concat(turn.peek().question));
   const begun = performance.now();
   let response: Response;
   try {
@@ -364,6 +375,16 @@ async function send(
   const cut = response.headers.get("X-Baton-Max-Tokens");
   update(turn, { cutTo: cut === null ? null : Number(cut) });
   await receive(turn, response, begun);
+}
+
+/** Pictures are not kept over a reload of the page; without them another question would be asked. */
+function requirePictures(messages: Message[]): void {
+  for (const { content } of messages) {
+    if (typeof content === "string") continue;
+    if (content.some((part) => part.type === "image_url" && !part.image_url.url)) {
+      throw new ApiError("A picture of this conversation is not in the page any more.", "picture_lost", 0);
+    }
+  }
 }
 
 async function receive(turn: Signal<Turn>, response: Response, begun: number): Promise<void> {

@@ -114,15 +114,15 @@ export type Asked =
   | "begins"
   | "from"
   | "whole: engine keeps no contexts"
-  | "whole: context gone"
+  | "whole: context refused"
   | "whole: not saved";
 
 function whyOf(shown: Omit<Reuse, "headline" | "why">, source: Source | null, asked: Asked): string {
   const parts: string[] = [];
   if (asked === "whole: engine keeps no contexts") {
     parts.push("This engine keeps no contexts, so the whole conversation was sent again.");
-  } else if (asked === "whole: context gone") {
-    parts.push("The context it should start from was gone, so the whole conversation was sent again.");
+  } else if (asked === "whole: context refused") {
+    parts.push("It could not start from the saved context, so the whole conversation was sent again.");
   } else if (asked === "whole: not saved") {
     parts.push(
       "The answer before was not saved, so the conversation since the last saved one was sent again.",
