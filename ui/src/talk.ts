@@ -365,12 +365,10 @@ async function send(
   try {
     response = await ask("/v1/chat/completions", { body: requestOf(turn.peek(), plan), signal: stopped });
   } catch (error) {
-    const lost =
-      error instanceof ApiError && ["handoff_not_found", "handoff_images_lost"].includes(error.code);
-    if (lost && plan.from.length && !gone && turn.peek().parent !== null) {
-      return send(conversation, turn, stopped, keeps, true);
-    }
-    throw error;
+    if (!(error instanceof ApiError) || !UNUSABLE.has(error.code)) throw error;
+    if (!plan.from.length || place.base || turn.peek().parent === null) throw error;
+    update(turn, { refusal: error.message });
+    return send(conversation, turn, stopped, keeps, true);
   }
   const cut = response.headers.get("X-Baton-Max-Tokens");
   update(turn, { cutTo: cut === null ? null : Number(cut) });
