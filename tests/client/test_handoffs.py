@@ -28,6 +28,23 @@ def test_a_handoff_is_created_shown_changed_and_deleted(baton: Baton) -> None:
         baton.handoffs.get(made.id)
 
 
+def test_what_one_says_is_read_back(baton: Baton) -> None:
+    sent = {"role": "user", "content": "4"}
+    answer = baton.chat("a", [sent], save=True, max_tokens=1)
+    assert answer.handoff is not None
+    said = baton.handoffs.messages(answer.handoff)
+    assert said.data == (sent, {"role": "assistant", "content": answer.text})
+    assert (said.text, said.complete, said.why) == (None, True, None)
+    assert baton.handoffs.messages(baton.handoffs.create("a", prompt="1 2").id).text == "1 2"
+
+
+def test_the_engines_are_listed(baton: Baton) -> None:
+    assert [each.name for each in baton.engines()] == ["a", "same", "other", "plain"]
+    first = baton.engines()[0]
+    assert (first.kind, first.state, first.why, first.models) == ("generate", "ready", None, ("a",))
+    assert {"generate", "handoffs", "latent"} <= set(first.can)
+
+
 def test_one_is_made_from_a_chat_from_token_ids_or_from_another(baton: Baton) -> None:
     from_ids = baton.handoffs.create("a", prompt=[1, 2])
     from_other = baton.handoffs.create("a", prompt="3", start=from_ids)

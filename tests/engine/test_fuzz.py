@@ -44,6 +44,8 @@ def test_no_request_gets_a_5xx_or_an_undocumented_answer(tiny_gateway: RealGatew
     counts: dict[str, collections.Counter[int]] = {}
     for found in schema.get_all_operations():
         operation = found.ok()
+        if operation.path == "/v1/events":
+            continue  # a stream without an end, and without a parameter
         label = f"{operation.method.upper()} {operation.path}"
         counts[label] = _try(operation, tiny_gateway, examples)
     for label, statuses in counts.items():

@@ -22,9 +22,10 @@ from baton.admission.api_keys import create_key, keyring_for, read_keys, revoke_
 from baton.config.settings import load_settings
 from baton.engines.fake.engine import FakeEngine
 from baton.errors import SettingsError
+from baton.http.routes.page import page_files
 from baton.telemetry.logs import configure_logs
 
-PUBLIC = {"/livez", "/readyz", "/health", "/version"}
+PUBLIC = {"/livez", "/readyz", "/health", "/version"} | set(page_files())
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +193,7 @@ def test_the_refusal_says_how_a_key_is_sent_and_never_shows_one(keyed: tuple[Fak
 
 
 @pytest.mark.fault("G1")
-def test_public_routes_answer_without_a_key(keyed: tuple[FakeGateway, str]) -> None:
+def test_public_routes_and_the_files_of_the_page_answer_without_a_key(keyed: tuple[FakeGateway, str]) -> None:
     gateway, _ = keyed
     for path in PUBLIC:
         assert httpx.get(f"{gateway.url}{path}").status_code == 200

@@ -103,7 +103,11 @@ def methods_of(gateway: FakeGateway) -> dict[str, set[str]]:
 def test_whatever_may_be_read_answers_head_as_get_without_its_content(fake_gateway: FakeGateway) -> None:
     reads = [path for path, methods in methods_of(fake_gateway).items() if "GET" in methods]
     assert len(reads) > 10
+    reads.remove("/v1/events")  # without an end
     with fake_gateway.client() as client:
+        opened = client.head("/v1/events")
+        assert (opened.status_code, opened.content) == (200, b"")
+        assert opened.headers["content-type"] == "text/event-stream; charset=utf-8"
         for path in reads:
             path = path.replace("{file}", "start.js").replace("{model:path}", "alpha")
             get, head = client.get(path), client.head(path)

@@ -20,6 +20,7 @@ from baton.library.here.records import RecordFolder
 from baton.library.library import Library
 from baton.library.tiers import Here
 from baton.relay.audit import Audits
+from baton.telemetry.events import Events
 from baton.telemetry.metrics import AuditMetrics, HandoffMetrics
 from baton_kv.stores.file import FileStore
 
@@ -49,6 +50,7 @@ class Clocks:
 class House:
     folder: Path
     clocks: Clocks
+    events: Events | None = None
 
     def handoffs(self, **settings: Any) -> Library:
         return Library(
@@ -61,6 +63,7 @@ class House:
             HandoffMetrics(CollectorRegistry()),
             clock=lambda: self.clocks.monotonic,
             wall=lambda: self.clocks.wall,
+            events=self.events,
         )
 
     async def left(

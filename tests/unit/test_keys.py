@@ -32,10 +32,15 @@ KEY_BITS = 256
 SAMPLES = 64
 
 
+def tenant_of(keyring: Keyring, key: str) -> str | None:
+    found = keyring.find(key)
+    return found.tenant if found is not None else None
+
+
 def test_a_created_key_opens_and_is_nowhere_in_the_file(tmp_path: Path) -> None:
     file = tmp_path / "sub" / "keys.json"
     key = create_key(file, "acme")
-    assert Keyring(read_keys(file)).tenant(key) == "acme"
+    assert tenant_of(Keyring(read_keys(file)), key) == "acme"
     assert key not in file.read_text()
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
@@ -45,7 +50,16 @@ def test_a_revoked_key_no_longer_opens_and_others_do(tmp_path: Path) -> None:
     first, second = create_key(file, "acme"), create_key(file, "globex")
     revoke_key(file, read_keys(file)[0].id)
     keyring = Keyring(read_keys(file))
-    assert (keyring.tenant(first), keyring.tenant(second)) == (None, "globex")
+    assert (tenant_of(keyring, first), tenant_of(keyring, second)) == (None, "globex")
+
+
+def test_a_key_is_an_operators_only_if_it_was_made_one(tmp_path: Path) -> None:
+    """The file says nothing of other keys, so that earlier versions read it."""
+    file = tmp_path / "keys.json"
+    plain, operators = create_key(file, "acme"), create_key(file, "acme", operator=True)
+    keyring = KeysFile(file)
+    assert [found and found.operator for found in map(keyring.find, (plain, operators))] == [False, True]
+    assert ["operator" in row for row in json.loads(file.read_text())] == [False, True]
 
 
 def test_revoking_what_is_not_there_says_so(tmp_path: Path) -> None:
@@ -122,13 +136,13 @@ def test_every_wrong_key_takes_the_path_of_a_right_one(tmp_path: Path) -> None:
     valid, revoked = create_key(file, "acme"), create_key(file, "acme")
     revoke_key(file, read_keys(file)[1].id)
     keyring = KeysFile(file, lambda: 0.0)
-    path = lines_run(lambda: keyring.tenant(valid))
+    path = lines_run(lambda: keyring.find(valid))
     assert "digest" in {function for function, _ in path}
     wrong = {name: make(valid, revoked) for name, make in WRONG.items()}
-    others = [name for name, key in wrong.items() if lines_run(partial(keyring.tenant, key)) != path]
+    others = [name for name, key in wrong.items() if lines_run(partial(keyring.find, key)) != path]
     print(f"G2: {len(WRONG)} kinds of wrong keys, {len(path)} lines each, other paths {len(others)}")
     assert others == []
-    assert {keyring.tenant(key) for key in wrong.values()} == {None}
+    assert {keyring.find(key) for key in wrong.values()} == {None}
 
 
 @pytest.mark.parametrize("tenant", ["local", "none", "other"])
@@ -164,7 +178,7 @@ def test_a_running_gateway_takes_no_key_of_the_keyless_tenant(tmp_path: Path) ->
     mine = {"id": "0a1b2c3d", "tenant": "local", "sha256": keys_module.digest("mine"), "created_at": 0}
     file.write_text(json.dumps([*stored, mine]))
     now = LOOK_EVERY_S
-    assert (keyring.tenant("mine"), keyring.tenant(key)) == (None, "acme")
+    assert (tenant_of(keyring, "mine"), tenant_of(keyring, key)) == (None, "acme")
 
 
 @pytest.mark.parametrize("tenant", ["", "a b", "../x", "x" * 65, "a\n"])
@@ -204,22 +218,22 @@ def test_a_running_gateway_follows_its_keys_file(tmp_path: Path) -> None:
     first = create_key(file, "acme")
     keyring = KeysFile(file, lambda: now)
     second = create_key(file, "globex")
-    assert keyring.tenant(second) is None, "it looks no more than once a second"
+    assert tenant_of(keyring, second) is None, "it looks no more than once a second"
     now = LOOK_EVERY_S
-    assert (keyring.tenant(first), keyring.tenant(second)) == ("acme", "globex")
+    assert (tenant_of(keyring, first), tenant_of(keyring, second)) == ("acme", "globex")
     revoke_key(file, read_keys(file)[0].id)
     now = 2 * LOOK_EVERY_S
-    assert (keyring.tenant(first), keyring.tenant(second)) == (None, "globex")
+    assert (tenant_of(keyring, first), tenant_of(keyring, second)) == (None, "globex")
     whole = file.read_text()
     file.write_text("half")
     now = 3 * LOOK_EVERY_S
-    assert keyring.tenant(second) == "globex"
+    assert tenant_of(keyring, second) == "globex"
     file.write_text(whole)
     now = 4 * LOOK_EVERY_S
-    assert keyring.tenant(second) == "globex"
+    assert tenant_of(keyring, second) == "globex"
     file.unlink()
     now = 5 * LOOK_EVERY_S
-    assert keyring.tenant(second) is None
+    assert tenant_of(keyring, second) is None
 
 
 @pytest.mark.fault("G10")
@@ -232,7 +246,7 @@ def test_a_file_that_every_user_may_write_is_refused(tmp_path: Path, mode: int, 
     key = create_key(file, "acme")
     file.chmod(mode)
     if taken:
-        assert Keyring(read_keys(file)).tenant(key) == "acme"
+        assert tenant_of(Keyring(read_keys(file)), key) == "acme"
     else:
         with pytest.raises(SettingsError, match="chmod o-w"):
             read_keys(file)

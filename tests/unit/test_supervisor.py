@@ -126,7 +126,8 @@ class Time:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.slept: list[float] = []
-        monkeypatch.setattr(supervisor_module, "asyncio", SimpleNamespace(sleep=self.sleep))
+        patched = SimpleNamespace(**{**vars(asyncio), "sleep": self.sleep})
+        monkeypatch.setattr(supervisor_module, "asyncio", patched)
 
     def now(self) -> float:
         return sum(self.slept)

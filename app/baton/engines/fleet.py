@@ -7,6 +7,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager
+from contextvars import Context
 from enum import StrEnum
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ from baton.engines.backend import EngineState
 from baton.engines.engine import Engine, LocalEngine
 from baton.errors import (
     LONGEST_WORD,
+    BatonError,
     EngineRestarting,
     EngineUnavailable,
     InvalidRequest,
@@ -193,15 +195,17 @@ class Supervisor:
         """
         if self._working is not None:
             return
-        self._working = first = asyncio.create_task(
-            self.start(report), name=f"first-start-{self.engine.name}"
-        )
+        self._working = first = asyncio.create_task(self._first(report), name=f"start-{self.engine.name}")
         try:
             await first
         except asyncio.CancelledError:
             this = asyncio.current_task()
             if self._working is first or (this is not None and this.cancelling()):
                 raise
+
+    async def _first(self, report: Callable[[str], None]) -> None:
+        await self.start(report)
+        report(UP)
 
     def keep(self) -> None:
         """Restart the engine from now on whenever it is lost, unless an operator's act has begun."""
@@ -236,8 +240,9 @@ class Supervisor:
             self._working.cancel()
             self._past.add(self._working)
         self._act = act
+        # In a context of its own: what the engine does from now on is not this request's, nor in the log.
         self._working = asyncio.create_task(
-            self._operate(act, drain_s, busy), name=f"{act}-{self.engine.name}"
+            self._operate(act, drain_s, busy), name=f"{act}-{self.engine.name}", context=Context()
         )
 
     async def _operate(self, act: Act, drain_s: float, busy: Callable[[], bool]) -> None:
@@ -257,7 +262,7 @@ class Supervisor:
                 await self._stop()  # what is left of one that failed
                 await self.start()
         except Exception as error:  # noqa: BLE001  # the border of a background task: the engine stays down
-            cause = error.message if isinstance(error, StartError) else None
+            cause = error.message if isinstance(error, BatonError) else None
             self._log.error("operator_act_failed", act=act, cause=cause, exc_info=None if cause else error)
             self._now(EngineState.FAILED)
             return
@@ -302,6 +307,7 @@ class Supervisor:
         self._start_s, self._started_at = max(self._clock() - began, 1e-3), time.time()
         self._metrics.engines.start.labels(self.engine.name).set(self._start_s)
         self._log.info("engine_ready", seconds=round(self._start_s, 1))
+        self.look()
 
     async def keep_alive(self) -> None:
         """Restart the engine whenever it died or hangs; return once it has been given up."""
@@ -369,14 +375,20 @@ class Supervisor:
         return min(doubled, self._settings.backoff_max_s)
 
 
+log = structlog.get_logger("baton.fleet")
+
+
 async def _ended(work: Collection[asyncio.Future[Any]]) -> None:
-    """Wait until all of these have ended, also where this task is cancelled meanwhile."""
+    """Wait until all of these have ended, in whatever way, also where this task is cancelled meanwhile."""
     cancelled: asyncio.CancelledError | None = None
     while running := [each for each in work if not each.done()]:
         try:
             await asyncio.wait(running)
         except asyncio.CancelledError as error:
             cancelled = error
+    for each in work:
+        if not each.cancelled():
+            each.exception()  # else an error that nobody waits for any more is logged
     if cancelled is not None:
         raise cancelled
 
@@ -475,7 +487,7 @@ class Fleet:
         """
         self._watching = asyncio.create_task(self._watch(), name="fleet-watch")
         starts = [
-            asyncio.create_task(self._start(name, supervisor, report), name=f"start-{name}")
+            asyncio.create_task(supervisor.begin(partial(report, name)))
             for name, supervisor in self._supervisors.items()
         ]
         try:
@@ -491,15 +503,13 @@ class Fleet:
         for supervisor in self._supervisors.values():
             supervisor.keep()
 
-    async def _start(self, name: str, supervisor: Supervisor, report: FleetReport) -> None:
-        await supervisor.begin(partial(report, name))
-        if supervisor.state in RUNNING:
-            report(name, UP)
-
     async def _watch(self) -> None:
         while True:
-            for supervisor in self._supervisors.values():
-                supervisor.look()
+            for name, supervisor in self._supervisors.items():
+                try:
+                    supervisor.look()
+                except Exception as error:  # noqa: BLE001  # the border of a background task, which goes on
+                    log.error("engine_look_failed", engine=name, exc_info=error)
             await asyncio.sleep(POLL_S)
 
     def _tell(self, name: str, state: EngineState, why: str | None) -> None:

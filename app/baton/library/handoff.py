@@ -105,8 +105,8 @@ class HandoffRow(HandoffObject):
     model_config = ConfigDict(title="BatonHandoffRow", json_schema_serialization_defaults_required=True)
 
     tier: Place | None = Field(
-        description="The nearest place where its KV lies: `here` on this machine, in the `shared` store, in the "
-        "`archive`; `null`: nowhere, it is recomputed."
+        description="The nearest place where its KV lies: `here` on this machine, in the `shared` store, in "
+        "the `archive`; `null`: nowhere, it is recomputed."
     )
     uses: int = Field(description="Requests that started from it, at this gateway since its start.")
     last_used_at: int | None = Field(description="When the last of them did, in seconds since the epoch.")

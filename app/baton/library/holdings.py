@@ -156,7 +156,7 @@ class Holdings:
         elif known.state is HandoffState.PENDING:
             if now.state is not HandoffState.PENDING:  # another gateway has saved it
                 self.index.drop(known)
-                self.adopt(now)
+                self._found(now)
         elif now.state is HandoffState.PENDING:
             self._merge_unwritten(known, now)
         elif now.revision > known.revision:
@@ -168,11 +168,18 @@ class Holdings:
             if renewed:
                 self.index.expire_in(known, self.seconds_left(known))
 
+    def _found(self, record: Handoff) -> None:
+        """Add a record that another gateway has written."""
+        self.adopt(record)
+        if record in self.index and record.state is HandoffState.READY:
+            self.tell("created", record)
+
     def _gone_elsewhere(self, known: Handoff) -> None:
-        """Evict a record that another gateway has deleted, or that has expired there."""
+        """Evict a record that is gone: it has expired, was deleted, or only the archive has it still."""
         if known in self.index:
             self.index.evict(known)
-            self.tell("expired" if known.expires_at <= self.wall() else "deleted", known)
+            over = "evicted" if known.archived else "deleted"
+            self.tell("expired" if known.expires_at <= self.wall() else over, known)
 
     def _merge_unwritten(self, known: Handoff, now: Handoff | None) -> None:
         """Update a record that is being saved here, and that other machines know as pending.
@@ -234,9 +241,7 @@ class Holdings:
                 await self._gone(gone)
         for record in news.changed:
             if (known := self.index.known(record.id)) is None:
-                self.adopt(record)
-                if record in self.index:
-                    self.tell("created", record)
+                self._found(record)
             else:
                 self.merge_newer(known, record)
 

@@ -388,7 +388,7 @@ class Saving:
             if (other := self._index.next_evictable(record)) is None:
                 return False
             self._index.evict(other)
-            self._holdings.tell("evicted", other, kv_only=False)
+            self._holdings.tell("evicted", other)
             await self._write(self._here.remove, other)
         return True
 

@@ -124,7 +124,7 @@ class Upkeep:
 
     def _evict(self, record: Handoff) -> None:
         self._index.evict(record)
-        self._holdings.tell("evicted", record, kv_only=False)
+        self._holdings.tell("evicted", record)
         self._in_background(self._run(self._here.remove, record))
 
     async def _run(self, work: Callable[..., Result], *args: object) -> Result:

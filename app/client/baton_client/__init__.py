@@ -25,7 +25,7 @@ from baton_client.errors import (
 )
 from baton_client.handoffs import AsyncHandoffs, Handoffs
 from baton_client.transport import AsyncHandoffTransport, HandoffTransport
-from baton_client.values import Answer, Handoff, Progress, SceneAnswer, Source
+from baton_client.values import Answer, ContextMessages, Engine, Handoff, Progress, SceneAnswer, Source
 
 __version__ = "0.1.0"
 
@@ -41,7 +41,9 @@ __all__ = [
     "BatonError",
     "Conflict",
     "ConnectionLost",
+    "ContextMessages",
     "Conversation",
+    "Engine",
     "Handoff",
     "HandoffFailed",
     "HandoffNotReady",

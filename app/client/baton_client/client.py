@@ -64,6 +64,7 @@ class Baton:
 
     chat = blocking(routes.chat)
     scene = blocking(routes.scene)
+    engines = blocking(routes.list_engines)
 
     def conversation(
         self,
@@ -117,6 +118,7 @@ class AsyncBaton:
 
     chat = awaiting(routes.chat)
     scene = awaiting(routes.scene)
+    engines = awaiting(routes.list_engines)
 
     def conversation(
         self,

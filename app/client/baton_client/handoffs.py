@@ -26,6 +26,7 @@ class Handoffs:
     create = blocking(routes.create_handoff)
     get = blocking(routes.get_handoff)
     change = blocking(routes.change_handoff)
+    messages = blocking(routes.get_messages)
 
     def list(self) -> Iterator[Handoff]:
         """Iterate over all handoffs, the newest first; pages are requested as they are needed."""
@@ -64,6 +65,7 @@ class AsyncHandoffs:
     create = awaiting(routes.create_handoff)
     get = awaiting(routes.get_handoff)
     change = awaiting(routes.change_handoff)
+    messages = awaiting(routes.get_messages)
 
     async def list(self) -> AsyncIterator[Handoff]:
         """Iterate over all handoffs, the newest first; pages are requested as they are needed."""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 from urllib.parse import quote
 
 from baton_client.call import Call, Reply, Report, Upload
-from baton_client.values import Answer, Handoff, Json, SceneAnswer
+from baton_client.values import Answer, ContextMessages, Engine, Handoff, Json, SceneAnswer
 
 PAGE_ROWS = 100
 """Most handoffs of a page."""
@@ -209,6 +209,16 @@ def change_handoff(
 def delete_handoff(handoff: Start) -> Call[None]:
     """Return the call that deletes a handoff."""
     return Call("DELETE", _path(handoff), lambda _reply: None)
+
+
+def get_messages(handoff: Start) -> Call[ContextMessages]:
+    """Return what a handoff's context says: its messages, or its text where it is no chat."""
+    return Call("GET", f"{_path(handoff)}/messages", lambda reply: ContextMessages.of(_json(reply)))
+
+
+def list_engines() -> Call[tuple[Engine, ...]]:
+    """Return the gateway's engines: what each is good for, and does now."""
+    return Call("GET", "/v1/engines", lambda reply: tuple(map(Engine.of, _json(reply)["data"])))
 
 
 def list_handoffs(after: str | None = None) -> Call[Page]:

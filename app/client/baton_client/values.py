@@ -60,6 +60,59 @@ class Handoff:
 
 
 @dataclass(frozen=True)
+class ContextMessages:
+    """What a handoff's context says.
+
+    Attributes:
+        data: the messages of a chat in OpenAI's shape, with its last answer; empty: it is no chat.
+        text: the whole text of what is no chat, or begins with other text; None: `data` is all.
+        complete: whether this is all that it says.
+        why: what is missing and why, in a sentence; None: nothing.
+    """
+
+    data: tuple[Json, ...]
+    text: str | None
+    complete: bool
+    why: str | None
+
+    @classmethod
+    def of(cls, body: Json) -> ContextMessages:
+        """Read the answer to `GET /v1/handoffs/{id}/messages`."""
+        return cls(tuple(body["data"]), body["text"], body["complete"], body["why"])
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What an engine of the gateway is good for, and does now.
+
+    Attributes:
+        name: what `model` of a request takes.
+        models: its name and its aliases.
+        kind: `generate` or `pooling`.
+        state: `ready`, or another word while it takes no requests.
+        why: why it is not `ready`, in a sentence; None: it is.
+        can: words such as `generate`, `handoffs`, `tools`, `vision`, `map`.
+        running: number of requests that it works on, of all tenants.
+        waiting: number of requests that wait for it.
+    """
+
+    name: str
+    models: tuple[str, ...]
+    kind: str
+    state: str
+    why: str | None
+    can: tuple[str, ...]
+    running: int
+    waiting: int
+
+    @classmethod
+    def of(cls, row: Json) -> Engine:
+        """Read a row of `GET /v1/engines`; fields that are unknown here are ignored."""
+        lists = {name: tuple(row[name]) for name in ("models", "can")}
+        return cls(**{name: row[name] for name in cls.__dataclass_fields__} | lists)
+
+
+@dataclass(frozen=True)
 class Source:
     """Where the KV of the handoff that a request started from came from.
 
