@@ -265,6 +265,7 @@ function TurnView({ id, place, side }: { id: string; place: Conversation; side: 
             </pre>
           </div>
         ))}
+        {(state === "waiting" || state === "streaming") && <Lost engine={turn.engine} />}
         {turn.finish === "stopped" && (
           <p class="note">You stopped it here. What follows starts from these words.</p>
         )}
@@ -298,6 +299,17 @@ function TurnView({ id, place, side }: { id: string; place: Conversation; side: 
         )}
       </div>
     </article>
+  );
+}
+
+/** Say that an engine under way is not ready: the gateway may go on with the answer by itself. */
+function Lost({ engine }: { engine: string }) {
+  const found = engines.value?.find((one) => one.models.includes(engine));
+  if (!found || found.state === "ready") return null;
+  return (
+    <p class="note">
+      {engine} is {STATES[found.state]}. The answer goes on from here if the gateway can.
+    </p>
   );
 }
 
