@@ -579,7 +579,7 @@ class TestForEverybody:
         assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
         page.keyboard.press("Enter")
         expect(page.get_by_role("heading", level=1)).to_have_text("Contexts")
-        assert page.evaluate("document.activeElement.id") == "main"
+        expect(page.locator("main")).to_be_focused()
         walk(page, "Choose first")
         page.keyboard.press("Space")
         expect(page.get_by_text("1 context chosen")).to_be_visible()
