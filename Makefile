@@ -21,7 +21,7 @@ TWO_PROCESSES = --numprocesses 2 --dist loadscope --no-loadscope-reorder
 
 INSTALL = $(BIN)/python .ci/install.py
 
-.PHONY: help serve demo demo-vision ray test lint format docs docs-reference bench bench-starts bench-handoff bench-automatic bench-joins bench-scale bench-transfer bench-exactness bench-pooling bench-latent bench-vision chaos soak image image-test lock schemas next-vllm dist clean
+.PHONY: help serve demo demo-vision ui screenshots ray test lint format docs docs-reference bench bench-starts bench-handoff bench-automatic bench-joins bench-scale bench-transfer bench-exactness bench-pooling bench-latent bench-vision chaos soak image image-test lock schemas next-vllm dist clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -34,6 +34,12 @@ demo: $(VENV)/.serve ## Watch agents hand their context to one another (two minu
 
 demo-vision: $(VENV)/.serve ## Watch a scene mapped, described and asked about (two minutes; ARGS="--out FOLDER")
 	@exec $(BIN)/python -m examples.demo vision $(ARGS)
+
+ui: ## Build the page of `/` from ui/ into app/baton/ui, after its checks (Node.js 20.19 or later)
+	cd ui && npm ci --ignore-scripts && npm run check && npm run build
+
+screenshots: $(VENV)/.dev ## Take the pictures of the page for README and docs from a running gateway (URL=, Chromium)
+	$(BIN)/python docs/screenshots.py $(URL)
 
 test: $(VENV)/.dev ## Install, then run the tests (ARGS= for pytest)
 	$(BIN)/python -m pytest $(TWO_PROCESSES) $(TOLD) -m "not chaos and not soak and not image" $(ARGS)

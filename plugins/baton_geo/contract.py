@@ -48,8 +48,8 @@ FRAMES = 64
 
 DataFormat = Literal["b64_json", "bytes", "url", "path"]
 OutDataFormat = Literal["b64_json", "path", "url"]
-Output = Literal["mask", "probabilities", "preview"]
-Outputs = Annotated[tuple[Output, ...], Field(min_length=1, max_length=3, fail_fast=True)]
+Output = Literal["mask", "probabilities", "preview", "scene", "classes"]
+Outputs = Annotated[tuple[Output, ...], Field(min_length=1, max_length=5, fail_fast=True)]
 Index = Annotated[int, Field(strict=True, ge=0, le=4095)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Numbers = Annotated[tuple[Number, ...], Field(min_length=1, max_length=INDICES, fail_fast=True)]

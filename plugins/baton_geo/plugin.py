@@ -169,6 +169,8 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
             mask="mask" in options.outputs,
             probabilities="probabilities" in options.outputs,
             preview=shown or "preview" in options.outputs,
+            scene="scene" in options.outputs,
+            classes="classes" in options.outputs,
         )
         try:
             scene = self._decoders.open(raster.path, asked)

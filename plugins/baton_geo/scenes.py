@@ -27,7 +27,13 @@ from baton_geo.raster.messages import ClassCount, Products, SceneInfo
 
 SERIALS = 2**31 - 2
 """Number of serial numbers: token ids are int32, and 0 is not used."""
-MEDIA_TYPES = {"mask": "image/tiff", "probabilities": "image/tiff", "preview": "image/png"}
+MEDIA_TYPES = {
+    "mask": "image/tiff",
+    "probabilities": "image/tiff",
+    "preview": "image/png",
+    "scene": "image/png",
+    "classes": "image/png",
+}
 PIECE = 3 * 128 * 1024
 
 

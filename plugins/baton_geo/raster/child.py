@@ -15,13 +15,22 @@ import numpy as np
 from baton_geo.card import Card
 from baton_geo.errors import GeoError, RasterBroken, RasterTooLarge, RasterUnusable
 from baton_geo.raster import sandbox
-from baton_geo.raster.messages import PREVIEW, SceneInfo, SceneRequest, Tally, receive, send
+from baton_geo.raster.messages import (
+    CLASSES,
+    PREVIEW,
+    SCENE,
+    SceneInfo,
+    SceneRequest,
+    Tally,
+    receive,
+    send,
+)
 from baton_geo.raster.pixels.bands import choose_bands
 from baton_geo.raster.pixels.calibration import Conversion, conversion
 from baton_geo.raster.pixels.grid import Floats, Grid
 from baton_geo.raster.pixels.values import PixelCheck, Scaling
 from baton_geo.raster.products.output_files import Mosaic, ProductWriter
-from baton_geo.raster.products.preview import LONGEST, draw_preview, rgb_bands
+from baton_geo.raster.products.preview import LONGEST, draw_classes, draw_preview, draw_scene, rgb_bands
 from baton_geo.raster.reading.geotiff import GeoTiff
 from baton_geo.raster.reading.headers import HEAD_BYTES, check_bands, check_file, check_memory, recognise
 from baton_geo.raster.reading.image import ImageSource
@@ -165,7 +174,9 @@ class SceneJob:
         self._scaling = Scaling(card, line)
         self._grid = Grid(source.width, source.height, card.tile, card.overlap)
         sample = Sample(source.width, source.height, LONGEST)
-        self._thumbnail = Thumbnail(sample, rgb_bands(card) if request.preview else (), source.dtype)
+        self._thumbnail = Thumbnail(
+            sample, rgb_bands(card) if request.preview or request.scene else (), source.dtype
+        )
         self._rows = Rows(source, choice.bands, self._check, self._thumbnail)
         self._unread = [len(self._grid.xs)] * len(self._grid.ys)
         self._mosaic = Mosaic(self._grid, len(card.classes))
@@ -215,6 +226,10 @@ class SceneJob:
         if self._request.preview:
             preview = draw_preview(self._request.card, self._thumbnail, self._products.thumbnail, areas)
             preview.save(self._folder / PREVIEW, optimize=True)
+        if self._request.scene:
+            draw_scene(self._thumbnail).save(self._folder / SCENE)
+        if self._request.classes:
+            draw_classes(self._request.card, self._products.thumbnail).save(self._folder / CLASSES)
         self._source.close()
         return Tally(areas=areas, nodata_pixels=nodata_pixels, notes=tuple(notes))
 

@@ -27,6 +27,7 @@ NoteCode = Literal[
 ]  # fmt: skip
 """The kinds of notes; the README says what each means."""
 MASK, PROBABILITIES, PREVIEW = "mask.tif", "probabilities.tif", "preview.png"  # in the request's folder
+SCENE, CLASSES = "scene.png", "classes.png"
 LENGTHS = struct.Struct("<II")
 STATUS = struct.Struct("<i")  # the wait status of an ended child, which the fork server sends
 HEADER_LIMIT = 8 * 1024 * 1024
@@ -55,6 +56,8 @@ class SceneRequest(Message):
         mask: whether to write the class mask.
         probabilities: whether to write the class probabilities.
         preview: whether to write the preview.
+        scene: whether to write a picture of the scene alone.
+        classes: whether to write a picture of the classes alone.
     """
 
     card: Card
@@ -65,6 +68,8 @@ class SceneRequest(Message):
     mask: bool = True
     probabilities: bool = False
     preview: bool = False
+    scene: bool = False
+    classes: bool = False
 
 
 class SceneInfo(Message):
@@ -132,11 +137,16 @@ class Products(Tally):
     Attributes:
         mask: GeoTIFF with one band of bytes: each pixel's class, or the card's `mask_nodata`.
         probabilities: GeoTIFF with a band of bytes per class: 0 to 250 with a scale of 1/250; 255 is nodata.
+        preview: PNG.
+        scene: PNG of the scene without the classes.
+        classes: PNG of the classes without the scene, of the same size.
     """
 
     mask: Path | None = None
     probabilities: Path | None = None
     preview: Path | None = None
+    scene: Path | None = None
+    classes: Path | None = None
 
 
 def _arm(sock: socket.socket, deadline: float | None) -> None:

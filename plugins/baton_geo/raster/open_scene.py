@@ -23,9 +23,11 @@ import numpy.typing as npt
 
 from baton_geo.errors import DecoderBusy, GeoError, RasterBroken, RasterTooLarge
 from baton_geo.raster.messages import (
+    CLASSES,
     MASK,
     PREVIEW,
     PROBABILITIES,
+    SCENE,
     STATUS,
     Products,
     SceneInfo,
@@ -211,6 +213,8 @@ class OpenScene:
                 mask=self._product(MASK) if self._request.mask else None,
                 probabilities=self._product(PROBABILITIES) if self._request.probabilities else None,
                 preview=self._product(PREVIEW) if self._request.preview else None,
+                scene=self._product(SCENE) if self._request.scene else None,
+                classes=self._product(CLASSES) if self._request.classes else None,
                 areas=tally.areas,
                 nodata_pixels=tally.nodata_pixels,
                 notes=tally.notes,

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import struct
 from itertools import pairwise
 from pathlib import Path
@@ -226,6 +227,26 @@ class TestPreview:
         )
         row = preview[300, :, :3].astype(int).sum(axis=1)
         assert row[750] > row[400] > row[50]
+
+    def test_scene_and_classes_alone(self, decoders: Decoders, tmp_path: Path) -> None:
+        """Both are of one size; the classes have their own colours, the scene its brightness, and no data none."""
+        pixels = np.tile(np.linspace(1, 3000, 800).astype("int16"), (3, 600, 1))
+        pixels[:, :, :400] *= -1
+        pixels[:, :60, :80] = -9
+        path = write_tiff(tmp_path / "a.tif", pixels, names=("RED", "GREEN", "BLUE"))
+        with decoders.open(path, SceneRequest(card=self.RGB, mask=False, scene=True, classes=True)) as opened:
+            products = run(opened, sign_model)
+            assert products.scene is not None
+            assert products.classes is not None
+            scene, classes = (
+                np.asarray(Image.open(io.BytesIO(each.read_bytes())))
+                for each in (products.scene, products.classes)
+            )
+        assert scene.shape == classes.shape == (600, 800, 4)
+        assert scene[10, 10, 3] == classes[10, 10, 3] == 0
+        assert tuple(classes[300, 100]) == (*LAND.colour, 255)
+        assert tuple(classes[300, 700]) == (*WATER.colour, 255)
+        assert scene[300, 790, :3].astype(int).sum() > scene[300, 450, :3].astype(int).sum()
 
     def test_many_classes(self, decoders: Decoders, tmp_path: Path) -> None:
         """Two hundred classes do not make the preview larger, and a name of any length or script is drawn."""

@@ -1,4 +1,4 @@
-"""Draw the preview of a map: classes over the scene, with a legend of their areas."""
+"""Draw the preview of a map, classes over the scene with a legend of their areas; or either of them alone."""
 
 from __future__ import annotations
 
@@ -40,14 +40,33 @@ def draw_preview(
     """Draw the preview: RGBA, at most `LONGEST` pixels on its long side, nodata transparent."""
     colours = np.zeros((256, 3), np.float32)
     colours[: len(card.classes)] = [label.colour for label in card.classes]
-    blended = TINT * colours[classes] + (1 - TINT) * _backdrop(scene)
+    blended = TINT * colours[classes] + (1 - TINT) * _backdrop(scene, FAINT)
     alpha = np.where(classes == card.mask_nodata, 0, 255)
     pixels = np.concatenate([blended + 0.5, alpha[:, :, None]], axis=2).astype(np.uint8)
     return _with_legend(Image.fromarray(pixels, "RGBA"), card, areas)
 
 
-def _backdrop(scene: Thumbnail) -> npt.NDArray[np.float32]:
-    """Return the stretched and lightened scene, (height, width, 3), 0 to 255; grey if it has no colours."""
+def draw_scene(scene: Thumbnail) -> Image.Image:
+    """Draw the scene without classes: RGBA, nodata transparent."""
+    alpha = np.where(scene.valid, 255, 0)
+    pixels = np.concatenate([_backdrop(scene, 0.0) + 0.5, alpha[:, :, None]], axis=2).astype(np.uint8)
+    return _fitted(Image.fromarray(pixels, "RGBA"), LONGEST, LONGEST)
+
+
+def draw_classes(card: Card, classes: Classes) -> Image.Image:
+    """Draw the classes without the scene, in the size of `draw_scene`: RGBA, nodata transparent."""
+    colours = np.zeros((256, 4), np.uint8)
+    colours[: len(card.classes)] = [(*label.colour, 255) for label in card.classes]
+    colours[card.mask_nodata] = 0
+    return _fitted(Image.fromarray(colours[classes], "RGBA"), LONGEST, LONGEST)
+
+
+def _backdrop(scene: Thumbnail, faint: float) -> npt.NDArray[np.float32]:
+    """Return the stretched and lightened scene, (height, width, 3), 0 to 255; grey if it has no colours.
+
+    Args:
+        faint: how much it is lightened, from 0 to 1.
+    """
     height, bands, width = scene.pixels.shape
     grey = np.full((height, width, 3), 235, np.float32)
     if bands != len(COLOURS) or not scene.valid.any():
@@ -58,7 +77,7 @@ def _backdrop(scene: Thumbnail) -> npt.NDArray[np.float32]:
         return grey
     shown = np.clip((values - low) / (high - low), 0, 1) ** 0.8
     shown[~scene.valid] = 1
-    return np.asarray(255 * (FAINT + (1 - FAINT) * shown), np.float32)
+    return np.asarray(255 * (faint + (1 - faint) * shown), np.float32)
 
 
 def _with_legend(map_: Image.Image, card: Card, areas: tuple[ClassCount, ...]) -> Image.Image:
