@@ -14,7 +14,7 @@ from support.relay_requests import DOCUMENT, ask, once_saved, told
 from support.resumed_streams import Told, core_of, read, two_engines, wait_until_both_are_ready
 from support.watched_streams import cores
 
-pytestmark = [pytest.mark.chaos, pytest.mark.fault("A13"), pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.chaos, pytest.mark.fault("A15"), pytest.mark.timeout(1800)]
 LENGTH = 40
 SHAPE = {"type": "object", "properties": {"n": {"type": "string", "maxLength": 60}}, "required": ["n"]}
 TOOL = {"name": "look", "description": "Look.", "parameters": {"type": "object", "properties": {}}}
@@ -120,6 +120,6 @@ def test_no_token_is_lost_or_said_twice(gateway: RealGateway, both: bool) -> Non
             gaps.append(answer.gap_s)
     gaps.sort()
     print(
-        f"\nA13, {'both' if both else 'one'} killed: {streams} streams, {ended} of {streams // len(all_kinds)} with a "
+        f"\nA15, {'both' if both else 'one'} killed: {streams} streams, {ended} of {streams // len(all_kinds)} with a "
         f"schema ended; longest gap p50 {statistics.median(gaps):.2f} s, p99 {gaps[int(0.99 * len(gaps))]:.2f} s"
     )

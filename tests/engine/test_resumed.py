@@ -14,7 +14,7 @@ from support.relay_requests import DOCUMENT, ask, ids, once_saved, told
 from support.resumed_streams import core_of, stream, two_engines, wait_until_both_are_ready
 from support.watched_streams import wait_for
 
-pytestmark = [pytest.mark.engine, pytest.mark.fault("A13"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.fault("A15"), pytest.mark.timeout(300)]
 LENGTH = 48
 
 

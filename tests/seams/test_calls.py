@@ -383,7 +383,7 @@ def test_what_is_said_is_read_at_every_boundary(gateway: ScriptedGateway, family
     gateway.engine.client.tokens_a_step = 1
 
 
-@pytest.mark.fault("E21")
+@pytest.mark.fault("E23")
 @pytest.mark.parametrize("route", ROUTES)
 def test_a_cut_answer_is_read_alike_and_invents_nothing(
     gateway: ScriptedGateway, family: Family, route: str
@@ -424,7 +424,7 @@ def test_an_answer_that_saves_its_context_is_read_alike(gateway: ScriptedGateway
 JSON_CALLS = ("SmolLM2, Qwen 2.5", "Qwen3", "Llama 3", "DeepSeek V3", "DeepSeek V3.1", "Granite 4")
 
 
-@pytest.mark.fault("E21")
+@pytest.mark.fault("E23")
 @pytest.mark.parametrize("family", JSON_CALLS, indirect=True)
 def test_the_mark_that_ends_a_call_may_stand_in_an_argument(family: Family, gateway: ScriptedGateway) -> None:
     calls: list[Call] = [("look", {"text": TEXTS}), ("look", {"text": '<tool_call>{"name": "x"}'})]
@@ -434,7 +434,7 @@ def test_the_mark_that_ends_a_call_may_stand_in_an_argument(family: Family, gate
             require_said(ask(gateway, route, stream=stream), family, calls)
 
 
-@pytest.mark.fault("E21")
+@pytest.mark.fault("E23")
 @pytest.mark.parametrize("family", ["SmolLM2, Qwen 2.5", "Qwen3 Coder"], indirect=True)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_a_stop_string_within_a_call_ends_no_call(

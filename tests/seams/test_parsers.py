@@ -114,7 +114,7 @@ def test_the_choice_reaches_vllm_and_off_keeps_it_out(folder: str) -> None:
     assert namespace(enable_auto_tool_choice=False) == ("hermes", False)
 
 
-@pytest.mark.fault("E22")
+@pytest.mark.fault("E24")
 def test_a_parser_whose_template_writes_no_tools_is_told_at_the_start(folder: str) -> None:
     def told(**serving: Any) -> list[Any]:
         settings = EngineSettings(name="a", model=folder, serving=serving)

@@ -59,7 +59,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.fault("E22")
+@pytest.mark.fault("E24")
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("route", [CHAT, MESSAGES, RESPONSES])
 @pytest.mark.parametrize(("schema", "keyword"), BAD, ids=[keyword for _, keyword in BAD])
@@ -102,7 +102,7 @@ def test_a_schema_that_nothing_is_compiled_of_may_be_anything(gateway: ScriptedG
 UNHELD = {"type": "object", "properties": {"at": {"type": "number", "multipleOf": 3}, "not": {"not": {}}}}
 
 
-@pytest.mark.fault("E22")
+@pytest.mark.fault("E24")
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("route", [CHAT, MESSAGES, RESPONSES])
 def test_keywords_that_the_grammar_leaves_out_are_told(

@@ -128,20 +128,20 @@ def test_messages_with_tools_and_no_parser_are_a_400_too(silent: Gateway, choice
     assert none.message == "enough"
 
 
-@pytest.mark.fault("E22")
+@pytest.mark.fault("E24")
 @pytest.mark.parametrize("operation", [Operation.CHAT, Operation.RESPONSES, Operation.MESSAGES])
 def test_a_named_tool_without_a_parser_is_a_400(silent: Gateway, operation: Operation) -> None:
     error = silent.ask(operation, tools=[TOOLS[operation]], tool_choice=NAMED[operation])
     assert (type(error), error.param) == (InvalidRequest, "tools")
 
 
-@pytest.mark.fault("E22")
+@pytest.mark.fault("E24")
 def test_functions_of_old_are_a_400(calling: Gateway) -> None:
     error = calling.ask(Operation.CHAT, functions=[FUNCTION])
     assert (type(error), error.param) == (InvalidRequest, "functions")
 
 
-@pytest.mark.fault("E22")
+@pytest.mark.fault("E24")
 @pytest.mark.parametrize("tools", [{}, {"tools": []}, {"tools": [TOOLS[Operation.RESPONSES]]}], ids=str)
 def test_a_choice_of_a_tool_that_a_host_runs_is_a_400_with_any_tools(
     silent: Gateway, calling: Gateway, tools: dict[str, Any]
@@ -160,7 +160,7 @@ def allowed(operation: Operation, mode: str, *names: str) -> dict[str, Any]:
     return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": refs}}
 
 
-@pytest.mark.fault("E22")
+@pytest.mark.fault("E24")
 @pytest.mark.parametrize("operation", [Operation.CHAT, Operation.RESPONSES])
 def test_allowed_tools_are_the_only_ones_that_the_model_sees(calling: Gateway, operation: Operation) -> None:
     other = {"name": "other", "parameters": {"type": "object"}}
@@ -188,7 +188,7 @@ def test_allowed_tools_are_the_only_ones_that_the_model_sees(calling: Gateway, o
         assert (type(error), error.param) == (InvalidRequest, param)
 
 
-@pytest.mark.fault("E22")
+@pytest.mark.fault("E24")
 @pytest.mark.parametrize(
     "constraint",
     [

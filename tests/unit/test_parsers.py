@@ -247,7 +247,7 @@ def test_the_doctor_says_what_is_chosen_and_why(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.fault("E22")
+@pytest.mark.fault("E24")
 def test_a_parser_on_a_template_that_writes_no_tools_is_doubted(tmp_path: Path) -> None:
     settings = tmp_path / "baton.toml"
     named = {"tool_call_parser": "hermes"}
