@@ -46,7 +46,6 @@ def kinds(handoff: str) -> dict[str, tuple[str, dict[str, Any]]]:
             "/v1/chat/completions",
             chat | {"messages": words, "tools": [{"type": "function", "function": TOOL}]},
         ),
-        "two answers": ("/v1/chat/completions", chat | {"messages": words, "n": 2}),
         "schema": (
             "/v1/chat/completions",
             chat
