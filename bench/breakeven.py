@@ -138,7 +138,7 @@ def break_even(model: Model, tflops: float, gib: float, fixed_ms: float) -> int 
 def table(device: Device) -> str:
     """Write one device's table in Markdown."""
     lines = [
-        f"### {device.name}: {device.tflops:g} TFLOP/s of prefill, {device.fixed_ms:g} ms of every load\n",
+        f"## {device.name}: {device.tflops:g} TFLOP/s of prefill, {device.fixed_ms:g} ms of every load\n",
         "| model | KiB of KV a token | "
         + " | ".join(name for name, _ in device.links)
         + " | GiB/s to be even at 4,096 tokens |",
