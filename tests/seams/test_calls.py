@@ -37,7 +37,7 @@ PARAMETERS = {
 Call = tuple[str, dict[str, Any]]
 CALLS: list[Call] = [
     ("look", {"text": 'über\n"quoted" {x} 🌊', "count": 17}),
-    ("find_it", {"list": [1, {"deep": None}], "text": "x"}),
+    ("find_it", {"list": ["a", {"deep": "b"}], "text": "x"}),
 ]
 
 

@@ -630,7 +630,7 @@ class ReplyTranslator:
                 self._log.error("engine_stream_failed", exc_info=error)
                 raise GenerationFailed() from error
             except Exception as error:  # the border to vLLM's generators, which raise anything at all
-                raise self.error(error) from error
+                raise self.error(error, body=body) from error
         if call.failure is not None:
             raise with_schema(call.failure, body)
 

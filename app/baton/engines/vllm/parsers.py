@@ -105,7 +105,8 @@ class WrittenCalls:
                     type="function",
                     function=DeltaFunctionCall(name=piece),
                 )
-                self._calls, calls[self._calls] = self._calls + 1, call
+                calls[self._calls] = call
+                self._calls += 1
             elif kind == "arguments":
                 last = self._calls - 1
                 function = calls.setdefault(
