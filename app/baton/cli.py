@@ -205,9 +205,9 @@ def chat(
             "baton chat: the client is not installed: `pip install baton-client`, in a checkout "
             "`pip install ./app/client`"
         ) from None
-    asked = {"system": system, "max_tokens": max_tokens, "temperature": temperature}
+    asked: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
     try:
-        talk(url, model=model, key=key_of(key_file), **asked)
+        talk(url, model=model, key=key_of(key_file), system=system, **asked)
     except (ClientError, ValueError) as error:
         raise OperatorError(f"baton chat: {error}") from None
 

@@ -73,8 +73,8 @@ def test_vllm_s_flags_act_and_the_terminal_talks_to_the_gateway(tmp_path: Path) 
         assert said.strip() in done.stdout
         assert "error" not in done.stdout
         assert "/back returns to this point." in done.stdout
-        routes = [entry for entry in gateway.log.splitlines() if "/v1/chat/completions" in entry]
-        assert len(routes) == 4
+        chats = [entry for entry in gateway.log.splitlines() if '"route": "/v1/chat/completions"' in entry]
+        assert len(chats) == 4
         with gateway.client(verify=trusting(cert)) as client:
             assert client.get("/v1/handoffs").json()["data"] == []
             figures = httpx.get(f"{gateway.metrics_url}/metrics", verify=trusting(cert)).text

@@ -307,7 +307,7 @@ def read_flags(file: Path) -> dict[str, Any]:
     Raises:
         SettingsError: it cannot be read, or is no mapping of flags.
     """
-    import yaml  # vLLM brings it
+    import yaml  # type: ignore[import-untyped]  # vLLM brings it, without its types
 
     try:
         found = yaml.safe_load(file.read_text())

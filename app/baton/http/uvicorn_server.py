@@ -177,8 +177,9 @@ class _Server(uvicorn.Server):
         if self.lifespan.should_exit:
             sys.exit(STARTUP_FAILURE)
         loop = asyncio.get_running_loop()
+        protocol: Any = self.config.http_protocol_class
         connection = partial(
-            self.config.http_protocol_class,
+            protocol,
             config=self.config,
             server_state=self.server_state,
             app_state=self.lifespan.state,

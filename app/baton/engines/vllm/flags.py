@@ -250,7 +250,7 @@ def read_command_line(
     words = [] if file is None else parser.load_config_file(str(file))
     place = partial(_place, file, [*words])
     known = [flag for flag in (*parser._option_string_actions, *own) if flag.startswith("--")]
-    parser.error = partial(_refuse, place, known)  # type: ignore[method-assign]  # argparse would exit the process
+    parser.error = partial(_refuse, place, known)  # argparse would exit the process
     model_first = bool(arguments) and not arguments[0].startswith("-")
     line = [*arguments[:model_first], *words, *arguments[model_first:]]
     _refuse_removed(parser, place, line)
@@ -387,15 +387,15 @@ def _refuse(place: partial[str], known: Sequence[str], message: str) -> NoReturn
         inside = place(flag).partition(": ")[0] if flag.startswith("--") else "baton serve"
         raise SettingsError(f"{inside}: {_in_one_line(message)}")
     words = unknown.split()
-    flag = next((word.partition("=")[0] for word in words if word.startswith("-")), None)
-    if flag is None:
+    unknown_flags = [word.partition("=")[0] for word in words if word.startswith("-")]
+    if not unknown_flags:
         raise SettingsError(
             f"baton serve: {words[0]}: neither a flag nor its value; a command line serves one model, the "
             "settings several"
         )
-    near = difflib.get_close_matches(flag, known, n=1, cutoff=0.7)
+    near = difflib.get_close_matches(unknown_flags[0], known, n=1, cutoff=0.7)
     hint = f"did you mean '{near[0]}'?" if near else "`baton serve --help=WORD` finds flags"
-    raise SettingsError(f"{place(flag)}: there is no such flag; {hint}")
+    raise SettingsError(f"{place(unknown_flags[0])}: there is no such flag; {hint}")
 
 
 def _in_one_line(message: str) -> str:
@@ -422,6 +422,5 @@ def help_text(word: str) -> str:
             told = {"acts": "Sets ", "so": "In Baton ", "refused": "Refused: "}[fate.kind] + fate.text
             action.help = f"{action.help or ''}\n\n{told.replace('%', '%%')}.".strip()
     parser._search_keyword = None if word in ("", "listgroup") else word
-    if parser._search_keyword is not None:
-        return parser.format_help()
-    return f"{parser.format_help()}\n{SEARCH}\n"
+    text = parser.format_help()
+    return f"{text}\n{SEARCH}\n" if parser._search_keyword is None else f"{text}"
