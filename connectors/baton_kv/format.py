@@ -39,6 +39,7 @@ import json
 import re
 import struct
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -118,7 +119,7 @@ class LayerShape:
     slab_bytes: int
     group: int = 0
 
-    @property
+    @cached_property
     def run_blocks(self) -> int:
         """Return the number of blocks in one run; the last run may hold fewer."""
         return max(1, RUN_BYTES // (self.heads * self.slab_bytes))

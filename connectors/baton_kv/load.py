@@ -299,14 +299,13 @@ class LoadCopier:
         if not self.verify and self.staging.rows(self.kv.pool(layer, self.kv.heads(layer)), ()) is not None:
             self._read_rows(source.entry, layer, runs, blocks)
             return 0
-        return sum(
-            self._copy_run(source, layer, index, blocks.within(described.run(layer, index))) for index in runs
-        )
+        return sum(self._copy_run(source, layer, index, blocks) for index in runs)
 
-    def _copy_run(self, source: Source, layer: int, index: int, wanted: GroupBlocks) -> int:
-        """Copy the wanted blocks of a run, from where they are in memory or through there."""
+    def _copy_run(self, source: Source, layer: int, index: int, blocks: GroupBlocks) -> int:
+        """Copy those of some blocks that are in a run, from where they are in memory or through there."""
         entry, kept = source.entry, source.kept
         run, heads = entry.description.run(layer, index), self.kv.heads(layer)
+        wanted = blocks.within(run)
         slab_bytes = entry.description.layers[layer].slab_bytes
         size = len(heads) * len(run) * slab_bytes
         data = kept.run(layer, index) if kept is not None else None
