@@ -7,23 +7,26 @@ starts it, and an installed Chromium. What it asks stays among the gateway's con
 from __future__ import annotations
 
 import io
+import json
 import os
 import shutil
 import sys
 from pathlib import Path
+from typing import Literal
 
 from PIL import Image
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, FloatRect, Page, ViewportSize, expect, sync_playwright
 
 FOLDER = Path(__file__).parent / "page"
 SCENE = Path(__file__).parents[1] / "plugins/baton_geo/flood/scene.tif"
-WIDE, NARROW = {"width": 1200, "height": 800}, {"width": 390, "height": 780}
+WIDE: ViewportSize = {"width": 1200, "height": 800}
+NARROW: ViewportSize = {"width": 390, "height": 780}
 WITHIN_MS = 120_000
-LOG = (
-    "This is the log of the ship Anna. On Monday we loaded salt and oranges in Rijeka. On Tuesday the wind "
-    "came from the north and we lay at anchor off Cres. On Wednesday we passed Pula and saw four ships. On "
-    "Thursday we reached Venice and sold the oranges. On Friday we bought glass and rope. What did we sell?"
-)
+LOAD = """() => { for (let number = 0; number < 6; number++) setTimeout(() => fetch('v1/chat/completions', {
+  method: 'POST', headers: {'Content-Type': 'application/json'}, body: JSON.stringify({
+    model: MODEL, max_tokens: 150, ignore_eos: true, messages: [{role: 'user', content: 'Count. ' + number}]})
+  }), number * 2500) }"""
+"""Requests that overlap, for the lines of an engine's card."""
 
 
 def main(url: str) -> None:
@@ -35,54 +38,61 @@ def main(url: str) -> None:
     with sync_playwright() as playwright:
         arguments = ["--no-sandbox"] if os.geteuid() == 0 else []  # its sandbox does not start for root
         browser = playwright.chromium.launch(executable_path=chromium, args=arguments)
-        for dark in (False, True):
-            take_all(browser, url, dark=dark)
+        expect.set_options(timeout=WITHIN_MS)
+        take_wide(browser, url)
+        take_narrow(browser, url)
         browser.close()
 
 
-def take_all(browser: Browser, url: str, *, dark: bool) -> None:
-    """Go through the views once, in one theme; the narrow ones last, in the same session."""
-    theme = "dark" if dark else "light"
-    page = browser.new_page(viewport=WIDE, color_scheme=theme, device_scale_factor=2, reduced_motion="reduce")
-    page.set_default_timeout(WITHIN_MS)
-    expect.set_options(timeout=WITHIN_MS)
-    page.goto(url)
+def take_wide(browser: Browser, url: str) -> None:
+    """Go through the views once, on a wide screen in the light theme."""
+    page = opened(browser, url, WIDE, "light")
     converse(page)
-    take(page, f"chat-{theme}")
+    take(page, "chat")
     page.get_by_role("button", name="Side by side").click()
-    take(page, f"branches-{theme}")
-    page.set_viewport_size(NARROW)
-    page.get_by_role("button", name="Close the right one").click()
-    take(page, f"chat-narrow-{theme}")
+    take(page, "branches")
     page.goto(f"{url}/#/contexts")
     expect(page.locator("tbody tr").first).to_be_visible()
-    take(page, f"contexts-narrow-{theme}")
-    page.set_viewport_size(WIDE)
-    take(page, f"contexts-{theme}")
+    take(page, "contexts", height=340)
     page.goto(f"{url}/#/engines")
-    expect(page.locator(".engine").first).to_be_visible()
-    page.wait_for_timeout(6_000)  # some of its lines
-    take(page, f"engines-{theme}")
+    model = page.locator(".engine h2").first.inner_text()
+    page.evaluate(LOAD.replace("MODEL", json.dumps(model)))
+    page.wait_for_timeout(24_000)  # some of the two minutes that its lines are of
+    take(page, "engines", height=360)
     page.goto(f"{url}/#/map")
     page.get_by_label("Scene").set_input_files(SCENE)
     page.get_by_role("button", name="Draw the map").click()
-    page.locator(".result").scroll_into_view_if_needed()
     expect(page.locator(".layers img").last).to_be_visible()
     page.locator(".result").evaluate("(map) => scrollTo(0, map.offsetTop - 60)")
-    take(page, f"map-{theme}")
+    take(page, "map")
     page.close()
+
+
+def take_narrow(browser: Browser, url: str) -> None:
+    """Take the chat as a telephone shows it in the dark theme."""
+    page = opened(browser, url, NARROW, "dark")
+    converse(page)
+    take(page, "chat-narrow")
+    page.close()
+
+
+def opened(browser: Browser, url: str, size: ViewportSize, theme: Literal["light", "dark"]) -> Page:
+    """Open the page in a browser of its own."""
+    page = browser.new_page(viewport=size, color_scheme=theme, device_scale_factor=2, reduced_motion="reduce")
+    page.set_default_timeout(WITHIN_MS)
+    page.goto(url)
+    return page
 
 
 def converse(page: Page) -> None:
     """Ask, ask on, fork."""
-    page.get_by_text("Options").click()
-    page.get_by_label("Longest answer, tokens").fill("48")
+    page.get_by_role("button", name="Options").click()
     page.get_by_label("Temperature").fill("0")
-    page.get_by_text("Options").click()
-    ask(page, LOG, 1)
-    ask(page, "Where were we on Tuesday?", 2)
+    page.get_by_role("button", name="Options").click()
+    ask(page, "What is photosynthesis? Answer in two sentences.", 1)
+    ask(page, "Which gas do plants take in?", 2)
     page.get_by_role("button", name="Fork from here").click()
-    ask(page, "What did we buy?", 2)
+    ask(page, "Why are leaves green?", 2)
 
 
 def ask(page: Page, question: str, turns: int) -> None:
@@ -93,12 +103,15 @@ def ask(page: Page, question: str, turns: int) -> None:
     expect(page.locator(".turn").last.locator(".reused")).to_be_visible()
 
 
-def take(page: Page, name: str) -> None:
-    """Take one picture, as WebP: a fifth of a PNG."""
+def take(page: Page, name: str, height: int = 800) -> None:
+    """Take one picture, as WebP: a fifth of a PNG; of so much of the window."""
     page.mouse.move(0, 0)
-    picture = Image.open(io.BytesIO(page.screenshot()))
-    size = picture.width * 3 // 4, picture.height * 3 // 4
-    picture.convert("RGB").resize(size, Image.Resampling.LANCZOS).save(
+    size = page.viewport_size
+    assert size is not None
+    shown: FloatRect = {"x": 0, "y": 0, "width": size["width"], "height": min(height, size["height"])}
+    picture = Image.open(io.BytesIO(page.screenshot(clip=shown)))
+    smaller = picture.width * 5 // 8, picture.height * 5 // 8
+    picture.convert("RGB").resize(smaller, Image.Resampling.LANCZOS).save(
         FOLDER / f"{name}.webp", quality=82, method=6
     )
 

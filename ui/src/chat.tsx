@@ -159,7 +159,7 @@ function Thread({ place }: { place: Conversation }) {
   useEffect(() => scrollTo(0, document.body.scrollHeight), [asked]);
   useSignalEffect(() => {
     const tip = conversationOf(place.id)?.tip ?? null;
-    if (tip !== null && turnOf(tip).value.state === "streaming") stayAtTheEnd();
+    if (tip !== null && turnOf(tip).value) stayAtTheEnd();
   });
   if (!other) {
     return (
@@ -210,7 +210,8 @@ function Thread({ place }: { place: Conversation }) {
 /** Keep the end of a growing answer in sight, unless one has scrolled away from it. */
 function stayAtTheEnd() {
   const { scrollHeight, clientHeight, scrollTop } = document.documentElement;
-  if (scrollHeight - clientHeight - scrollTop < 160) scrollTo(0, scrollHeight);
+  if (scrollHeight - clientHeight - scrollTop > 160) return;
+  requestAnimationFrame(() => scrollTo(0, document.documentElement.scrollHeight));
 }
 
 function Beginning({ place }: { place: Conversation }) {
@@ -273,7 +274,7 @@ function TurnView({ id, place, side }: { id: string; place: Conversation; side: 
           <p class="note">
             It ended at {many(turn.usage?.completion_tokens ?? 0, "token")}, the most that was asked for
             {turn.cutTo === null
-              ? ". Options below has the limit."
+              ? "; see Options below."
               : `: its context has room for no more than ${count(turn.cutTo)}.`}
           </p>
         )}

@@ -50,7 +50,7 @@ function place(handoff: Handoff): string {
 
 function used(handoff: Handoff): string {
   if (!handoff.uses) return "not used yet";
-  const times = handoff.uses === 1 ? "used once" : `used ${count(handoff.uses)} times`;
+  const times = ["", "used once", "used twice"][handoff.uses] ?? `used ${count(handoff.uses)} times`;
   return handoff.last_used_at ? `${times}, last ${ago(handoff.last_used_at)}` : times;
 }
 

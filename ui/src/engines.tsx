@@ -90,7 +90,7 @@ function Card({ engine }: { engine: Engine }) {
         >
           <Line values={samples.map((one) => one.running)} />
         </Figure>
-        {engine.kv_used !== null && (
+        {engine.kind === "generate" && engine.kv_used !== null && (
           <Figure name="KV in use" value={`${Math.round(engine.kv_used * 100)} %`}>
             <meter min={0} max={1} value={engine.kv_used} aria-label="KV in use" />
           </Figure>
