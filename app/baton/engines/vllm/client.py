@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from baton.engines.vllm.custom_tools import InputGrammar
+    from baton.engines.vllm.custom_tools import InputGrammar, ToolNames
     from baton.engines.vllm.images import ImagePrompts
 
 
@@ -198,6 +198,7 @@ class Call:
         constrained: whether a grammar constrains the answer, e.g. by `response_format` or a named tool.
         audited_tokens: most tokens whose raw log probabilities the engine may be asked for; 0: it has none.
         grammars: grammars that custom tools' inputs are checked by, because nothing constrained them.
+        names: what the client calls its tools; None: as vLLM does.
         noting: the audited transfers whose first token's log probabilities the engine was asked for.
     """
 
@@ -215,6 +216,7 @@ class Call:
     constrained: bool = False
     audited_tokens: int = 0
     grammars: Mapping[str, InputGrammar] = field(default_factory=dict)
+    names: ToolNames | None = None
     noting: set[TransferRequest] = field(default_factory=set)
 
     async def watch(
