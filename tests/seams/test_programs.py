@@ -215,6 +215,75 @@ def test_compaction_is_a_request_like_any_other(gateway: ScriptedGateway) -> Non
     assert "one file was mended" in last_prompt(gateway)
 
 
+NESTED = {
+    "type": "namespace",
+    "name": "files",
+    "description": "Tools for files.",
+    "tools": [EDIT, RUN | {"name": "stat"}],
+}
+FIND = {
+    "type": "tool_search",
+    "execution": "client",
+    "description": "Finds further tools.",
+    "parameters": {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]},
+}
+LATER = RUN | {"name": "later", "description": "Does it later."}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_tools_that_the_conversation_brings_are_offered_and_called_by_their_names(
+    gateway: ScriptedGateway, stream: bool
+) -> None:
+    brought = {"type": "additional_tools", "id": "at_1", "role": "developer", "tools": [NESTED, FIND]}
+
+    def ask(items: list[Any]) -> dict[str, Any]:
+        body = {key: value for key, value in CODEX.items() if key != "tools"} | {"stream": stream}
+        answer = gateway.post(RESPONSES, body | {"input": items})
+        assert answer.status_code == 200, answer.text
+        told = events(answer.text)
+        (item,) = told[-1][1]["response"]["output"] if stream else answer.json()["output"]
+        if stream:
+            begun, done = (data["item"] for name, data in told if name.startswith("response.output_item."))
+            assert done == item
+            assert begun["type"] == item["type"]
+        return dict(item)
+
+    gateway.says(custom_call(SAID_PATCH).replace('"edit"', '"files__edit"'))
+    edit = ask([brought, *ASKED])
+    assert (edit["type"], edit["name"], edit["namespace"]) == ("custom_tool_call", "edit", "files")
+    assert all(name in last_prompt(gateway) for name in ("files__edit", "files__stat", "tool_search"))
+    edited = {"type": "custom_tool_call_output", "call_id": edit["call_id"], "output": "Done!"}
+
+    gateway.says('<tool_call>\n{"name": "tool_search", "arguments": {"query": "later"}}\n</tool_call>')
+    search = ask([brought, *ASKED, edit, edited])
+    assert (search["type"], search["arguments"]) == ("tool_search_call", {"query": "later"})
+    assert (search["execution"], search["status"]) == ("client", "completed")
+    found = {
+        "type": "tool_search_output",
+        "call_id": search["call_id"],
+        "execution": "client",
+        "tools": [LATER],
+    }
+
+    gateway.says('<tool_call>\n{"name": "later", "arguments": {"command": ["ls"]}}\n</tool_call>')
+    later = ask([brought, *ASKED, edit, edited, search, found])
+    assert (later["type"], later["name"]) == ("function_call", "later")
+    assert "later: Does it later." in last_prompt(gateway)
+    assert '"name": "files__edit"' in last_prompt(gateway)
+
+
+def test_tools_that_the_conversation_brings_are_bounded_as_those_of_the_request(
+    gateway: ScriptedGateway,
+) -> None:
+    named = EDIT | {"name": "<edit>"}
+    brought = {"type": "additional_tools", "role": "developer", "tools": [named]}
+    refused = gateway.post(RESPONSES, CODEX | {"input": [brought, *ASKED]})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools[2].name")
+    theirs = FIND | {"execution": "server"}
+    refused = gateway.post(RESPONSES, CODEX | {"tools": [theirs], "input": ASKED})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools[0].type")
+
+
 class Asked:
     """vLLM's handlers on an engine that notes the grammar that it gets."""
 
@@ -376,7 +445,10 @@ def test_a_file_is_read_by_a_call_and_the_history_comes_in_again(gateway: Script
     told = claude(gateway, history)
     assert READ in last_prompt(gateway)
     assert "1 x = 1" in last_prompt(gateway)
-    whole = gateway.post(MESSAGES, CLAUDE | {"messages": history, "stream": False}).json()
+    gateway.says("Mended.")
+    answer = gateway.post(MESSAGES, CLAUDE | {"messages": history, "stream": False})
+    assert answer.status_code == 200, answer.text
+    whole = answer.json()
     assert (whole["model"], whole["id"][:4]) == ("claude-opus-4-8", "msg_")
 
 
@@ -398,6 +470,8 @@ def test_tools_of_anthropics_are_refused_by_name(gateway: ScriptedGateway, path:
     assert (refused.status_code, error["param"]) == (400, "tools[2].type")
     assert kind in error["message"]
     ours = [tool | {"type": "custom"} for tool in TOOLS]
+    if path == MESSAGES:
+        gateway.says("Mended.")
     assert gateway.post(path, body | {"tools": ours}).status_code == 200
 
 

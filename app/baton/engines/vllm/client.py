@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from baton.engines.vllm.custom_tools import InputGrammar
+    from baton.engines.vllm.custom_tools import InputGrammar, ToolNames
     from baton.engines.vllm.images import ImagePrompts
     from baton.engines.vllm.resume import Streams
 
@@ -200,6 +200,7 @@ class Call:
         constrained: whether a grammar constrains the answer, e.g. by `response_format` or a named tool.
         audited_tokens: most tokens whose raw log probabilities the engine may be asked for; 0: it has none.
         grammars: grammars that custom tools' inputs are checked by, because nothing constrained them.
+        names: what the client calls its tools; None: as vLLM does.
         noting: the audited transfers whose first token's log probabilities the engine was asked for.
         ended: why each of the answers ended, by its index.
         cut: whether one of them was cut, by a limit or by a stop string.
@@ -220,6 +221,7 @@ class Call:
     constrained: bool = False
     audited_tokens: int = 0
     grammars: Mapping[str, InputGrammar] = field(default_factory=dict)
+    names: ToolNames | None = None
     noting: set[TransferRequest] = field(default_factory=set)
     ended: dict[int, str] = field(default_factory=dict)
     cut: bool = False

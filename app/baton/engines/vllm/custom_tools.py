@@ -1,4 +1,4 @@
-"""Hold what a model says to a custom tool of `/v1/responses` to the tool's grammar.
+"""Take tools of `/v1/responses` that vLLM does not, and hold what is said to custom ones to their grammars.
 
 vLLM shows a custom tool to the model as a function with one text, `input`, and refuses its grammar. Here the
 grammar is written anew for a JSON string and put where the function's schema would stand in the grammar of
@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from openai.types.responses import CustomTool, FunctionTool
+from openai.types.responses import CustomTool, FunctionTool, ResponseToolSearchCall
 from pydantic import PrivateAttr, model_validator
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest as VllmResponsesRequest
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.tool_parsers.structural_tag_registry import get_model_structural_tag, limit_to_single_tool_call
+from vllm.tool_parsers.utils import flat_namespace_tool_name
 
+from baton.engines.backend import Json
 from baton.engines.vllm.client import CURRENT_CALL, Call
 from baton.errors import BatonError, InvalidRequest
 
@@ -257,6 +259,99 @@ def _without(each: tuple[int, int], raw: list[tuple[int, int]]) -> list[tuple[in
 
 def _written(ranges: list[tuple[int, int]]) -> str:
     return "".join(f"\\U{low:08x}-\\U{high:08x}" for low, high in ranges)
+
+
+# Tools under the names and types that vLLM knows, and back.
+
+SEARCH = "tool_search"
+"""The tool by which a client finds further tools of its own, and the name of the function that vLLM gets."""
+
+
+@dataclass(frozen=True)
+class ToolNames:
+    """What the client calls tools that vLLM gets under another name or type.
+
+    Attributes:
+        nested: namespace and name of the custom tools of namespaces, by the name that each has on its own.
+        searches: whether the client runs `tool_search`.
+    """
+
+    nested: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    searches: bool = False
+
+    def item(self, item: Any) -> Any:
+        """Return an item of an answer as the client knows it."""
+        if item.type == "custom_tool_call" and item.name in self.nested:
+            item.namespace, item.name = self.nested[item.name]
+        if not self.searches or item.type != "function_call" or item.name != SEARCH:
+            return item
+        try:
+            arguments = json.loads(item.arguments or "{}")
+        except (ValueError, RecursionError):  # an answer that was cut
+            arguments = item.arguments
+        return ResponseToolSearchCall.model_construct(
+            type="tool_search_call",
+            id=item.id,
+            call_id=item.call_id,
+            arguments=arguments,
+            execution="client",
+            status=item.status,
+        )
+
+
+def readable_tools(body: Json) -> tuple[Json, ToolNames]:
+    """Write a body's tools, and the items of calls of them, as vLLM reads them.
+
+    A custom tool of a namespace, which vLLM would not show to the model, stands on its own; a search for
+    tools that the client carries out is a function.
+    """
+    tools, nested, searches = list[Any](), dict[str, tuple[str, str]](), False
+    given = body.get("tools")
+    for tool in given if isinstance(given, list) else ():
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if kind == SEARCH and tool.get("execution") == "client":
+            searches = True
+            tools.append(tool | {"type": "function", "name": SEARCH, "strict": False})
+        elif kind == "namespace" and isinstance(tool.get("tools"), list):
+            custom = [each for each in tool["tools"] if _is_custom(each)]
+            flat = {flat_namespace_tool_name(tool["name"], each["name"]): each for each in custom}
+            nested |= {name: (tool["name"], each["name"]) for name, each in flat.items()}
+            rest = [each for each in tool["tools"] if not _is_custom(each)]
+            tools += [tool | {"tools": rest}] if rest or not custom else []
+            tools += [each | {"name": name} for name, each in flat.items()]
+        else:
+            tools.append(tool)
+    items = body.get("input")
+    changed: Json = {"tools": tools} if nested or searches else {}
+    if isinstance(items, list) and any(map(_is_of_another_shape, items)):
+        changed["input"] = [_readable_item(item) if _is_of_another_shape(item) else item for item in items]
+    return body | changed, ToolNames(nested, searches)
+
+
+def _is_custom(tool: Any) -> bool:
+    return isinstance(tool, dict) and tool.get("type") == "custom" and isinstance(tool.get("name"), str)
+
+
+def _is_of_another_shape(item: Any) -> bool:
+    if not isinstance(item, dict):
+        return False
+    if item.get("type") == "custom_tool_call":
+        return isinstance(item.get("namespace"), str) and isinstance(item.get("name"), str)
+    return item.get("type") in ("tool_search_call", "tool_search_output")
+
+
+def _readable_item(item: Json) -> Json:
+    if item["type"] == "custom_tool_call":
+        name = flat_namespace_tool_name(item["namespace"], item["name"])
+        return {key: value for key, value in item.items() if key != "namespace"} | {"name": name}
+    call_id = str(item.get("call_id") or SEARCH)
+    if item["type"] == "tool_search_call":
+        arguments = json.dumps(item.get("arguments") or {})
+        return {"type": "function_call", "name": SEARCH, "call_id": call_id, "arguments": arguments}
+    found = [each for each in item.get("tools") or () if isinstance(each, dict)]
+    lines = [f"{each.get('name')}: {each.get('description') or ''}".strip() for each in found]
+    output = "\n".join(lines) or "No tool was found."
+    return {"type": "function_call_output", "call_id": call_id, "output": output}
 
 
 # Check what a model that was free said to a custom tool.

@@ -53,7 +53,7 @@ from vllm.utils.mistral import is_mistral_tokenizer
 from baton.engines.backend import Json, Operation, Reply, StreamReply, WholeReply
 from baton.engines.transfers import TransferRequest
 from baton.engines.vllm.client import CURRENT_CALL, Call, WatchedClient
-from baton.engines.vllm.custom_tools import ResponsesRequest, check_inputs
+from baton.engines.vllm.custom_tools import ResponsesRequest, check_inputs, readable_tools
 from baton.engines.vllm.errors import UNFORESEEN, from_response, translate, with_schema
 from baton.engines.vllm.parsers import mend
 from baton.errors import BatonError, GenerationFailed, InvalidRequest
@@ -487,6 +487,8 @@ class Handlers:
         Raises pydantic's ValidationError, and InvalidRequest for a past call that cannot be read or a tool
         that cannot be honoured.
         """
+        if operation is Operation.RESPONSES:
+            body, CURRENT_CALL.get().names = readable_tools(body)
         if operation in (Operation.CHAT, Operation.RESPONSES, Operation.MESSAGES):
             body = only_allowed_tools(body)
             require_honoured_tools(operation, body, reads_calls=self.reads_calls)
@@ -559,13 +561,15 @@ async def events(operation: Operation, generator: AsyncIterator[Any]) -> AsyncIt
         return
     held, custom = list[Any](), dict[Any, Any]()
     async for event in generator:
+        if event.type in ("response.output_item.added", "response.output_item.done"):
+            event.item = await as_clients_call_it(event.item, done=event.type.endswith("done"))
         if event.type == "response.output_item.done" and event.item.type == "custom_tool_call":
-            await check_inputs(CURRENT_CALL.get(), [event.item])
             custom[event.item.id] = event.item
         if event.type == "response.completed":
             # vLLM makes these items anew, with other ids of the calls.
             event.response.output = [
-                custom.get(getattr(item, "id", None), item) for item in event.response.output
+                custom.get(getattr(item, "id", None)) or await as_clients_call_it(item)
+                for item in event.response.output
             ]
             mark_cut(event.response, *(each.item for each in held if hasattr(each, "item")))
         held.append(event)
@@ -574,6 +578,14 @@ async def events(operation: Operation, generator: AsyncIterator[Any]) -> AsyncIt
             held = []
     if held and held[-1].type not in BEFORE_THE_ENGINE:
         yield "".join(map(_written, held))
+
+
+async def as_clients_call_it(item: Any, *, done: bool = True) -> Any:
+    """Return an item of a response under the client's names of its tools, its input checked if it is done."""
+    call = CURRENT_CALL.get()
+    if done:
+        await check_inputs(call, [item])
+    return call.names.item(item) if call.names is not None else item
 
 
 def mark_cut(response: Any, *items: Any) -> None:
@@ -690,7 +702,7 @@ class ReplyTranslator:
             raise failure
         if isinstance(answer, HANDLERS[operation].response):
             if operation is Operation.RESPONSES:
-                await check_inputs(call, answer.output)
+                answer.output = [await as_clients_call_it(item) for item in answer.output]
                 mark_cut(answer)
             return WholeReply(answer.model_dump_json(**HANDLERS[operation].dump).encode())
         if isinstance(answer, Response):

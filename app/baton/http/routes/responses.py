@@ -21,6 +21,9 @@ from baton.responses.service import PREVIOUS, ResponseRequest, stored
 # Put the conversation that a request to `/v1/responses` continues before its own input.
 
 
+ONLY_TOOLS = "additional_tools"
+BRING_TOOLS = (ONLY_TOOLS, "tool_search_output")
+"""Types of items that bring tools."""
 MESSAGES = "previous_input_messages"
 """A field of vLLM's own, for messages that are no items."""
 UNSUPPORTED = {
@@ -57,7 +60,27 @@ async def take_response_request(request: Request, body: Json) -> ResponseRequest
     written = await off_the_loop(request, partial(json.dumps, own, separators=(",", ":"))) if stores else "[]"
     if previous is not None:
         body["input"] = [*await _past(request, previous), *own]
+    gather_tools(body)
     return ResponseRequest(tenant, previous, written, stores, f"resp_{context_of(request).request_id}")
+
+
+def gather_tools(body: Json) -> None:
+    """Put tools that items of a conversation bring beside those of the request, where all are checked.
+
+    Items that only bring tools are left out; of two tools of a name the later one stands.
+    """
+    items, given = body.get("input"), body.get("tools")
+    if not isinstance(items, list) or not isinstance(given, list | None):
+        return
+    bringing = [item for item in items if isinstance(item, dict) and item.get("type") in BRING_TOOLS]
+    if not bringing:
+        return
+    tools = [*(given or ())]
+    for item in bringing:
+        tools += item["tools"] if isinstance(item.get("tools"), list) else []
+    named = {(tool.get("type"), str(tool.get("name"))): tool for tool in tools if isinstance(tool, dict)}
+    body["tools"] = [*named.values(), *(tool for tool in tools if not isinstance(tool, dict))]
+    body["input"] = [item for item in items if not isinstance(item, dict) or item.get("type") != ONLY_TOOLS]
 
 
 def _require_types(body: Json, previous: object) -> None:
