@@ -9,7 +9,7 @@ import base64
 import json
 import shutil
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -175,26 +175,6 @@ class ScriptedClient:
         return steps
 
 
-class ScriptedStreams:
-    """Streams of a client that loses no core."""
-
-    def __init__(self, client: ScriptedClient) -> None:
-        self._client = client
-
-    def generate(
-        self,
-        prompt: Any,
-        params: Any,
-        request_id: str,
-        *,
-        transfer: Any,
-        tag: str,
-        resumed: Any,
-        **options: Any,
-    ) -> AsyncGenerator[RequestOutput, None]:
-        return self._client.generate(prompt, params, request_id, **options)
-
-
 class ScriptedEngine(VllmEngine):
     """A vLLM engine without a model.
 
@@ -210,8 +190,8 @@ class ScriptedEngine(VllmEngine):
         self._cards = await self._running.serving.cards()
         self._state = EngineState.READY
 
-    def _streams_of(self, client: Any) -> Any:
-        return ScriptedStreams(client)
+    def _streams_of(self, client: Any) -> None:
+        """None: it loses no core."""
 
     async def call(
         self,

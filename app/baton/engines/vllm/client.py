@@ -332,13 +332,17 @@ class WatchedClient:
 
     Args:
         engine: vLLM's client.
-        streams: generates with it, and goes on elsewhere where its core is lost.
         images: puts images into prompts of token ids.
         audited_tokens: see `Call.audited_tokens`.
+        streams: generates in its place, and goes on elsewhere where its core is lost; None: nothing does.
     """
 
     def __init__(
-        self, engine: AsyncLLM, streams: Streams, images: ImagePrompts, audited_tokens: int = 0
+        self,
+        engine: AsyncLLM,
+        images: ImagePrompts,
+        audited_tokens: int = 0,
+        streams: Streams | None = None,
     ) -> None:
         self._engine = engine
         self._streams = streams
@@ -431,6 +435,8 @@ class WatchedClient:
         request_id: str,
         **options: Any,
     ) -> AsyncGenerator[Any, None]:
+        if self._streams is None:
+            return self._engine.generate(prompt, params, request_id, **options)
         extra = params.extra_args or {}
         tag = extra.get("kv_transfer_params", {}).get(PARAMS_KEY, {}).get("tag", "")
 

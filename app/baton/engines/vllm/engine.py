@@ -142,7 +142,7 @@ class Running:
 
     Attributes:
         client: the engine's client.
-        streams: generates with it.
+        streams: generates with it; None: with the client alone.
         serving: vLLM's serving handlers around it.
         image_prompts: puts placeholder tokens of images into prompts.
         plugin: the IO processor plugin that answers `/pooling`; None: vLLM does.
@@ -150,7 +150,7 @@ class Running:
     """
 
     client: AsyncLLM
-    streams: Streams
+    streams: Streams | None
     serving: handlers.Handlers
     image_prompts: ImagePrompts
     plugin: Plugin | None
@@ -347,12 +347,12 @@ class VllmEngine:
             self._opened.push_async_callback(close_plugin, plugin)
         image_prompts = ImagePrompts(client, self.name)
         streams = self._streams_of(client)
-        watched = WatchedClient(client, streams, image_prompts, audited_tokens(client))
+        watched = WatchedClient(client, image_prompts, audited_tokens(client), streams)
         serving = await handlers.Handlers.build(watched, self._namespace, plugin=plugin is not None)
         special = special_tokens(client.renderer.tokenizer)
         return Running(client, streams, serving, image_prompts, plugin, special)
 
-    def _streams_of(self, client: AsyncLLM) -> Streams:
+    def _streams_of(self, client: AsyncLLM) -> Streams | None:
         return Streams(client, self._find_again, self._watch.add, self._transfers.resumed)
 
     def says_the_same(self, other: VllmEngine) -> bool:
