@@ -37,7 +37,7 @@ PARAMETERS = {
 Call = tuple[str, dict[str, Any]]
 CALLS: list[Call] = [
     ("look", {"text": 'über\n"quoted" {x} 🌊', "count": 17}),
-    ("find_it", {"list": [1, {"deep": None}], "text": "x"}),
+    ("find_it", {"list": ["a", {"deep": "b"}], "text": "x"}),
 ]
 
 
@@ -277,7 +277,9 @@ def ask(gateway: ScriptedGateway, route: str, *, most: int = 500, stream: bool, 
 def whole_chat(found: dict[str, Any]) -> Read:
     (choice,) = found["choices"]
     message = choice["message"]
-    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]]
+    calls = [
+        (call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or ()
+    ]
     return Read(message.get("reasoning") or "", message["content"] or "", calls, choice["finish_reason"])
 
 

@@ -202,11 +202,11 @@ class ScriptedGateway:
 
 
 def speaking(folder: Path, tokens: Sequence[str]) -> Path:
-    """Make a model in a folder, without weights: SmolLM2's description, with further special tokens."""
+    """Make a model in a folder, without weights: SmolLM2's description, with further tokens."""
     known = Path(ModelStore(load_settings().models_folder).resolve("smollm2"))
     shutil.copytree(known, folder, ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in tokens])
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in tokens])
     tokenizer.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": len(tokenizer)}))

@@ -116,7 +116,7 @@ class CallReader:
         self._form = form
         self._step: Callable[[list[Piece]], bool] = self._outside
         self._rest = self._blank = ""
-        self._said = False
+        self._called = False
         self._forget()
 
     def _forget(self) -> None:
@@ -141,13 +141,10 @@ class CallReader:
             cut: whether it was cut: what only began to be a call is left out then, and else is text.
         """
         found: list[Piece] = []
-        if self._step == self._outside:
-            lost = cut and len(self._rest) > 1  # a mark that has begun
-        elif self._step in (self._after, self._skipping) or self._begun:
-            lost = True
-        else:
-            lost = cut
-        self._say(found, self._blank + ("" if lost else self._held + self._rest), ended=True)
+        lost = cut or self._step in (self._after, self._skipping) or self._begun
+        self._say(found, "" if lost else self._held + self._rest)
+        if self._blank and not self._called:
+            found.append(("text", self._blank))
         return found
 
     @property
@@ -155,15 +152,12 @@ class CallReader:
         """Whether a call has begun, and is not complete."""
         return self._begun
 
-    def _say(self, found: list[Piece], text: str, *, ended: bool = False) -> None:
-        """Give text, of which white space waits for more."""
-        if not self._said and not ended:
-            text, self._blank = self._blank + text, ""
-            if not text.strip():
-                text, self._blank = "", text
-        if text:
-            self._said = True
-            found.append(("text", text))
+    def _say(self, found: list[Piece], text: str) -> None:
+        """Give text, but for white space at its end, which waits for more."""
+        text = self._blank + text
+        said = text.rstrip()
+        self._blank = text[len(said) :]
+        found += [("text", said)] if said else []
 
     def _take(self, count: int) -> str:
         """Take the next characters, which are given as text if they turn out to be in no call."""
@@ -297,7 +291,7 @@ class CallReader:
     def _begin(self, found: list[Piece]) -> None:
         """Give the name of a call that is one for certain."""
         if not self._begun:
-            self._begun, self._held, self._blank = True, "", ""
+            self._begun, self._called, self._held, self._blank = True, True, "", ""
             found.append(("name", self._name))
             found += [("arguments", self._early)] if self._early else []
 
@@ -321,7 +315,9 @@ class CallReader:
     def _after(self, _found: list[Piece]) -> bool:
         """Leave out what may stand after a call."""
         marks = (*self._form.closes, *self._form.begins)
-        self._rest = self._rest.lstrip(self._form.loose + " \t\r\n")
+        left = self._rest.lstrip(self._form.loose + " \t\r\n")
+        self._blank += "".join(char for char in self._rest[: len(self._rest) - len(left)] if char.isspace())
+        self._rest = left
         for mark in marks:
             if self._rest.startswith(mark):
                 self._rest = self._rest[len(mark) :]

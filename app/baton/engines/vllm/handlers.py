@@ -290,12 +290,16 @@ def in_one_part(body: Json) -> Json:
 
 def _joined(item: Any) -> Any:
     parts = item.get("content") if isinstance(item, dict) and item.get("role") == "assistant" else None
-    if not isinstance(parts, list) or (len(parts) == 1 and _at(parts[0], "type") != "refusal"):
-        return item
-    texts = [_at(part, "refusal" if _at(part, "type") == "refusal" else "text") for part in parts]
+    texts = [parts] if isinstance(parts, str) else parts if isinstance(parts, list) else [None]
+    texts = [
+        part if isinstance(part, str) else _at(part, "refusal" if _at(part, "type") == "refusal" else "text")
+        for part in texts
+    ]
     if not all(isinstance(text, str) for text in texts):
         return item
-    return item | {"content": [{"type": "output_text", "text": "".join(texts), "annotations": []}]}
+    text = "".join(texts)
+    an_item = item.get("type") == "message" and {"id", "status"} <= item.keys()  # as an answer had it
+    return item | {"content": [{"type": "output_text", "text": text, "annotations": []}] if an_item else text}
 
 
 def _at(value: Any, key: str) -> Any:
@@ -630,7 +634,7 @@ class ReplyTranslator:
                 self._log.error("engine_stream_failed", exc_info=error)
                 raise GenerationFailed() from error
             except Exception as error:  # the border to vLLM's generators, which raise anything at all
-                raise self.error(error) from error
+                raise self.error(error, body=body) from error
         if call.failure is not None:
             raise with_schema(call.failure, body)
 

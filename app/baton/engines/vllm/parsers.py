@@ -22,6 +22,7 @@ from vllm.entrypoints.generate.base.protocol import (
 from vllm.parser.abstract_parser import DelegatingParser
 from vllm.parser.engine.adapters import ParserEngineToolAdapter
 from vllm.parser.engine.events import EventType, SemanticEvent
+from vllm.parser.engine.incremental_lexer import CONTENT_TERMINAL
 from vllm.parser.engine.parser_engine_config import ParserState
 from vllm.parser.harmony import HarmonyParser, Segment
 from vllm.renderers.chat_utils import make_tool_call_id
@@ -105,7 +106,8 @@ class WrittenCalls:
                     type="function",
                     function=DeltaFunctionCall(name=piece),
                 )
-                self._calls, calls[self._calls] = self._calls + 1, call
+                calls[self._calls] = call
+                self._calls += 1
             elif kind == "arguments":
                 last = self._calls - 1
                 function = calls.setdefault(
@@ -166,6 +168,11 @@ def mended(parser: type[Any]) -> type[Any]:
     class Mended(parser):  # type: ignore[misc]  # known at run time only
         tool_parser_cls = _reading_json(parser.tool_parser_cls)
 
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self._prompt: list[int] = []
+            self._blanks = _Blanks()
+
         def set_prompt_token_ids(self, prompt_token_ids: Sequence[int]) -> None:
             super().set_prompt_token_ids(prompt_token_ids)
             self._prompt = list(prompt_token_ids)
@@ -181,8 +188,8 @@ def mended(parser: type[Any]) -> type[Any]:
                 return super().parse(  # type: ignore[no-any-return]
                     model_output, request, enable_auto_tools, model_output_token_ids
                 )
-            ids, prompt = list(model_output_token_ids), getattr(self, "_prompt", [])
-            return _whole(self.parse_delta(model_output, ids, request, prompt, finished=True))
+            ids = list(model_output_token_ids)
+            return _whole(self.parse_delta(model_output, ids, request, self._prompt, finished=True))
 
         def parse_delta(
             self,
@@ -197,7 +204,9 @@ def mended(parser: type[Any]) -> type[Any]:
             delta: DeltaMessage | None = super().parse_delta(
                 delta_text, delta_token_ids, request, prompt_token_ids, finished=finished
             )
-            return delta if unclosed is None else unclosed.complete(delta)
+            delta = delta if unclosed is None else unclosed.complete(delta)
+            tools = request.tools and isinstance(self._tool_parser, ParserEngineToolAdapter)
+            return self._blanks.without(delta, finished=finished) if tools else delta
 
     Mended.__name__ = parser.__name__
     return Mended
@@ -235,6 +244,24 @@ def _whole(delta: DeltaMessage | None) -> tuple[str | None, str | None, list[Fun
     return delta.reasoning, delta.content, list(found.values()) or None
 
 
+class _Blanks:
+    """Leaves out white space before calls and between them, of which a response would make messages."""
+
+    def __init__(self) -> None:
+        self._blank = ""
+        self._called = False
+
+    def without(self, delta: DeltaMessage | None, *, finished: bool) -> DeltaMessage | None:
+        """Return a piece of an answer, of whose text white space at the end waits for more."""
+        delta = delta or DeltaMessage()
+        text = self._blank + (delta.content or "")
+        said = text.rstrip()
+        self._called = self._called or bool(delta.tool_calls)
+        self._blank = "" if self._called else text[len(said) :]
+        delta.content = (text if finished and not self._called else said) or None
+        return delta if delta.content or delta.reasoning or delta.tool_calls else None
+
+
 class _Harmony(HarmonyParser):
     """gpt-oss's parser that reads whole answers as streams, and leaves out a header that was cut."""
 
@@ -251,7 +278,9 @@ class _Harmony(HarmonyParser):
     def flush(self) -> list[Segment]:
         segments = super().flush()
         raw = any(segment.delta for segment in segments)  # where it does not know what the tokens are
-        return [] if raw and _was_cut() else segments
+        messages = [segment.completed_message for segment in segments if segment.completed_message]
+        empty = not any(message.content and message.content[0].text for message in messages)
+        return [] if _was_cut() and (raw or empty) else segments
 
 
 class _Unclosed:
@@ -274,14 +303,17 @@ class _Unclosed:
         """Do what the engine does at its end, but for the end of a call."""
         states = self._engine._engine
         found: list[SemanticEvent] = states._process_scanner_items(states._scanner.flush_pending())
-        found.extend(states._process_lex_tokens(states._lexer.flush()))
+        left = states._lexer.flush()  # a mark that has begun is neither text nor an argument
+        found.extend(states._process_lex_tokens([each for each in left if each.terminal != CONTENT_TERMINAL]))
         if states.state not in UNCLOSED:
             return [*found, *self._close()]
         between = states.config.tool_call_body_array and not states._array_in_element
         self._inside, states.state = states.tool_index >= 0 and not between, ParserState.CONTENT
-        if left := states._args_buffer:
+        if written := states._args_buffer:
             states._args_buffer = ""
-            found.append(SemanticEvent(EventType.ARG_VALUE_CHUNK, value=left, tool_index=states.tool_index))
+            found.append(
+                SemanticEvent(EventType.ARG_VALUE_CHUNK, value=written, tool_index=states.tool_index)
+            )
         return found
 
     def complete(self, delta: DeltaMessage | None) -> DeltaMessage | None:
