@@ -193,6 +193,9 @@ def test_a_grammar_that_nothing_reads_is_refused_by_its_place(gateway: ScriptedG
         refused = gateway.post(RESPONSES, CODEX | {"tools": [RUN, broken], "input": ASKED})
         error = refused.json()["error"]
         assert (refused.status_code, error["param"]) == (400, "tools[1].format.definition"), error
+        gateway.says("Words alone.")
+        body = {"tools": [RUN, broken], "tool_choice": "none", "input": ASKED}
+        assert gateway.post(RESPONSES, CODEX | body).status_code == 200, "what cannot be called is not read"
 
 
 def test_a_free_form_custom_tool_needs_no_grammar(gateway: ScriptedGateway) -> None:
@@ -320,6 +323,14 @@ class Asked:
 @pytest.fixture(scope="module")
 def asked() -> Asked:
     return Asked("hermes")
+
+
+def test_schemas_of_other_tools_are_no_place_for_a_grammar(asked: Asked) -> None:
+    """However much they look like the mark of one."""
+    for schema in ({"const": ["edit"]}, {"const": "other"}):
+        made, call = asked.grammar(tools=[EDIT, RUN | {"strict": True, "parameters": schema}])
+        assert not call.grammars
+        assert made.structural_tag.count('"json_schema": {"const"') == 2, "of each way to write the call"
 
 
 BROKEN = SAID_PATCH.replace("+x", "x")
