@@ -69,7 +69,7 @@ def input_grammars(tools: Sequence[Any]) -> dict[str, InputGrammar]:
     }
 
 
-class ResponsesRequest(VllmResponsesRequest):
+class ResponsesRequest(VllmResponsesRequest):  # type: ignore[misc]  # vLLM has no types
     """A request to `/v1/responses`."""
 
     _parser: Any = PrivateAttr(None)
@@ -123,7 +123,7 @@ class ResponsesRequest(VllmResponsesRequest):
             None: the client constrains the answer itself, vLLM has no structural tag for this model's calls,
                 or the tag has no place for a grammar.
         """
-        tool_parser = getattr(self._parser, "tool_parser_cls", None)
+        tool_parser: Any = getattr(self._parser, "tool_parser_cls", None)
         model = getattr(tool_parser, "structural_tag_model", None)
         if model is None or not self._free or None in grammars.values():
             return None
