@@ -282,6 +282,8 @@ def test_tools_that_the_conversation_brings_are_bounded_as_those_of_the_request(
     brought = {"type": "additional_tools", "role": "developer", "tools": [named]}
     refused = gateway.post(RESPONSES, CODEX | {"input": [brought, *ASKED]})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools[2].name")
+    odd = {"type": "additional_tools", "tools": [{"type": ["custom"], "name": {}}, 7, None]}
+    assert gateway.post(RESPONSES, CODEX | {"input": [odd, *ASKED]}).status_code == 400
     theirs = FIND | {"execution": "server"}
     refused = gateway.post(RESPONSES, CODEX | {"tools": [theirs], "input": ASKED})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools[0].type")

@@ -326,12 +326,12 @@ class Handlers:
     """The serving handlers of one engine.
 
     Args:
-        budgets: whether the engine keeps budgets of thoughts.
+        thinks: whether thoughts are told apart in what the model says.
     """
 
-    def __init__(self, state: State, *, budgets: bool = False) -> None:
+    def __init__(self, state: State, *, thinks: bool = False) -> None:
         self._state = state
-        self._budgets = budgets
+        self._thinks = thinks
         self._parsers = {operation: TypeAdapter(route.request) for operation, route in HANDLERS.items()}
 
     @classmethod
@@ -355,8 +355,7 @@ class Handlers:
             messages.messages_full_converter = _as_anthropic(messages.messages_full_converter)
         models = state.openai_serving_models
         models.model_name = _as_asked(models.model_name)
-        reasoning = client.vllm_config.reasoning_config
-        return cls(state, budgets=reasoning is not None and reasoning.enabled)
+        return cls(state, thinks=bool(client.vllm_config.structured_outputs_config.reasoning_parser))
 
     def method(self, operation: Operation) -> Method | None:
         """Return the handler's method that answers `operation`; None: the model does not support it."""
@@ -383,7 +382,7 @@ class Handlers:
             require_honoured_tools(body, reads_calls=self.reads_calls)
         elif operation in (Operation.MESSAGES, Operation.COUNT_TOKENS):
             require_clients_tools(body)
-            body = body if self._budgets else without_budget(body)
+            body = body if self._thinks else without_budget(body)
             if operation is Operation.COUNT_TOKENS and not self.reads_calls:
                 body = countable(body)
         request = self._parsers[operation].validate_python(readable_calls(body))
