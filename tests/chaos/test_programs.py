@@ -59,6 +59,7 @@ def claude_writes(prompt: str) -> str:
     return answers[done] if done < len(answers) else DONE
 
 
+@pytest.mark.fault("E27")
 def test_claude_code_reads_edits_compacts_and_goes_on(commands: Path, tmp_path: Path) -> None:
     work, home = tmp_path / "work", tmp_path / "home"
     work.mkdir()
@@ -91,6 +92,7 @@ def test_claude_code_reads_edits_compacts_and_goes_on(commands: Path, tmp_path: 
 PATCH = "*** Begin Patch\n*** Update File: a.py\n@@\n-x = 1\n+x = 2\n*** End Patch\n"
 
 
+@pytest.mark.fault("E27")
 def test_codex_reads_edits_compacts_and_goes_on(commands: Path, tmp_path: Path) -> None:
     work, home = tmp_path / "work", tmp_path / "home"
     work.mkdir()
