@@ -171,6 +171,7 @@ FREE = {"type": "grammar", "syntax": "lark", "definition": "start: /[a-z]+ é/i"
 """A grammar that xgrammar reads, but not as plain rules."""
 
 
+@pytest.mark.fault("E27")
 @pytest.mark.parametrize(("said", "status"), [("ABC é", "completed"), ("ABC 7", "incomplete")])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_what_no_grammar_constrained_is_checked_afterwards(
@@ -187,12 +188,16 @@ def test_what_no_grammar_constrained_is_checked_afterwards(
         assert [data["item"] for name, data in told if name == "response.output_item.done"] == [item]
 
 
+@pytest.mark.fault("E27")
 def test_a_grammar_that_nothing_reads_is_refused_by_its_place(gateway: ScriptedGateway) -> None:
     for syntax, definition in (("lark", "start: missing"), ("regex", "(a")):
         broken = EDIT | {"format": {"type": "grammar", "syntax": syntax, "definition": definition}}
         refused = gateway.post(RESPONSES, CODEX | {"tools": [RUN, broken], "input": ASKED})
         error = refused.json()["error"]
         assert (refused.status_code, error["param"]) == (400, "tools[1].format.definition"), error
+        gateway.says("Words alone.")
+        body = {"tools": [RUN, broken], "tool_choice": "none", "input": ASKED}
+        assert gateway.post(RESPONSES, CODEX | body).status_code == 200, "what cannot be called is not read"
 
 
 def test_a_free_form_custom_tool_needs_no_grammar(gateway: ScriptedGateway) -> None:
@@ -272,6 +277,7 @@ def test_tools_that_the_conversation_brings_are_offered_and_called_by_their_name
     assert '"name": "files__edit"' in last_prompt(gateway)
 
 
+@pytest.mark.fault("E27")
 def test_tools_that_the_conversation_brings_are_bounded_as_those_of_the_request(
     gateway: ScriptedGateway,
 ) -> None:
@@ -279,6 +285,8 @@ def test_tools_that_the_conversation_brings_are_bounded_as_those_of_the_request(
     brought = {"type": "additional_tools", "role": "developer", "tools": [named]}
     refused = gateway.post(RESPONSES, CODEX | {"input": [brought, *ASKED]})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools[2].name")
+    odd = {"type": "additional_tools", "tools": [{"type": ["custom"], "name": {}}, 7, None]}
+    assert gateway.post(RESPONSES, CODEX | {"input": [odd, *ASKED]}).status_code == 400
     theirs = FIND | {"execution": "server"}
     refused = gateway.post(RESPONSES, CODEX | {"tools": [theirs], "input": ASKED})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools[0].type")
@@ -320,6 +328,14 @@ class Asked:
 @pytest.fixture(scope="module")
 def asked() -> Asked:
     return Asked("hermes")
+
+
+def test_schemas_of_other_tools_are_no_place_for_a_grammar(asked: Asked) -> None:
+    """However much they look like the mark of one."""
+    for schema in ({"const": ["edit"]}, {"const": "other"}):
+        made, call = asked.grammar(tools=[EDIT, RUN | {"strict": True, "parameters": schema}])
+        assert not call.grammars
+        assert made.structural_tag.count('"json_schema": {"const"') == 2, "of each way to write the call"
 
 
 BROKEN = SAID_PATCH.replace("+x", "x")
@@ -452,6 +468,7 @@ def test_a_file_is_read_by_a_call_and_the_history_comes_in_again(gateway: Script
     assert (whole["model"], whole["id"][:4]) == ("claude-opus-4-8", "msg_")
 
 
+@pytest.mark.fault("E27")
 @pytest.mark.parametrize("path", [MESSAGES, f"{MESSAGES}/count_tokens"])
 @pytest.mark.parametrize(
     "kind",

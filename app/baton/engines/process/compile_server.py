@@ -152,6 +152,7 @@ class Compilers:
             self._guided(text)
             return [made, self._regex(text) if '"patternProperties"' in text else None]
         if kind == "regex":
+            self._read(self._guidance.grammar_from_regex, text)
             return [_tried(lambda: grammar.from_regex(text)), text]
         if kind == "structural_tag":
             return [_tried(lambda: self._tags(text))]
@@ -160,10 +161,9 @@ class Compilers:
                 os._exit(1)
             return []
         lark = not any("::=" in line for line in text.split("\n"))
-        made = _tried(lambda: grammar.from_lark(text) if lark else grammar.from_ebnf(text))
-        if made is None and lark:
-            _tried(lambda: self._guidance.validate_grammar(self._guidance.grammar_from_lark(text), None))
-        return [made]
+        if lark:
+            self._read(self._guidance.grammar_from_lark, text)
+        return [_tried(lambda: grammar.from_lark(text) if lark else grammar.from_ebnf(text))]
 
     def compile(self, parsed: list[Any]) -> None:
         """Compile what `parse` left."""
@@ -185,6 +185,10 @@ class Compilers:
             for each in found["structures"]
         ]
         return self._xgrammar.Grammar.from_structural_tag(items, found["triggers"])
+
+    def _read(self, make: Callable[[str], Any], text: str) -> None:
+        """Read a grammar with llguidance, which reads what xgrammar does not, and checks inputs."""
+        _tried(lambda: self._guidance.validate_grammar(make(text), None))
 
     def _fits(self, text: str, syntax: str, definition: str) -> bool:
         """Return whether a text is of a grammar, which llguidance reads byte by byte."""

@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import xgrammar
+from llguidance import LLMatcher
 from openai.types.responses import CustomTool, FunctionTool, ResponseToolSearchCall
 from pydantic import PrivateAttr, model_validator
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest as VllmResponsesRequest
@@ -42,8 +44,6 @@ class InputGrammar:
         Returns:
             None: xgrammar does not read it, or not as plain rules.
         """
-        import xgrammar  # vLLM has imported it by now
-
         try:
             if self.syntax == "regex":
                 found = str(xgrammar.Grammar.from_regex(self.definition))
@@ -55,8 +55,6 @@ class InputGrammar:
 
     def refusal(self) -> str:
         """Return why llguidance, which checks inputs, does not read it; empty: it does."""
-        from llguidance import LLMatcher  # vLLM has imported it by now
-
         made = LLMatcher.grammar_from_regex if self.syntax == "regex" else LLMatcher.grammar_from_lark
         return str(LLMatcher.validate_grammar(made(self.definition), None)).partition("\n")[0]
 
@@ -71,7 +69,7 @@ def input_grammars(tools: Sequence[Any]) -> dict[str, InputGrammar]:
     }
 
 
-class ResponsesRequest(VllmResponsesRequest):
+class ResponsesRequest(VllmResponsesRequest):  # type: ignore[misc]  # vLLM has no types
     """A request to `/v1/responses`."""
 
     _parser: Any = PrivateAttr(None)
@@ -93,7 +91,7 @@ class ResponsesRequest(VllmResponsesRequest):
             InvalidRequest: `param` names a grammar that cannot be read.
         """
         self._parser, self._free = parser, self.extract_structured_outputs() is None
-        grammars = input_grammars(self.tools)
+        grammars = input_grammars(self.tools) if self.tool_choice != "none" else {}
         for at, tool in enumerate(self.tools):
             if not isinstance(tool, CustomTool) or (grammar := grammars.get(tool.name)) is None:
                 continue
@@ -125,7 +123,7 @@ class ResponsesRequest(VllmResponsesRequest):
             None: the client constrains the answer itself, vLLM has no structural tag for this model's calls,
                 or the tag has no place for a grammar.
         """
-        tool_parser = getattr(self._parser, "tool_parser_cls", None)
+        tool_parser: Any = getattr(self._parser, "tool_parser_cls", None)
         model = getattr(tool_parser, "structural_tag_model", None)
         if model is None or not self._free or None in grammars.values():
             return None
@@ -155,7 +153,7 @@ def _placed(tag: Any, grammars: dict[str, str | None]) -> bool:
         return True
     schema = tag.get("json_schema")
     name = schema.get("const") if isinstance(schema, dict) and schema.keys() == {"const"} else None
-    if tag.get("type") != "json_schema" or name not in grammars:
+    if tag.get("type") != "json_schema" or not isinstance(name, str) or name not in grammars:
         return all(_placed(each, grammars) for each in tag.values())
     if tag.get("style", "json") != "json":
         return False

@@ -434,12 +434,12 @@ class Handlers:
     """The serving handlers of one engine.
 
     Args:
-        budgets: whether the engine keeps budgets of thoughts.
+        thinks: whether thoughts are told apart in what the model says.
     """
 
-    def __init__(self, state: State, *, budgets: bool = False) -> None:
+    def __init__(self, state: State, *, thinks: bool = False) -> None:
         self._state = state
-        self._budgets = budgets
+        self._thinks = thinks
         self._parsers = {operation: TypeAdapter(route.request) for operation, route in HANDLERS.items()}
 
     @classmethod
@@ -462,10 +462,9 @@ class Handlers:
         if (messages := getattr(state, "anthropic_serving_messages", None)) is not None:
             messages.messages_full_converter = _as_anthropic(messages.messages_full_converter)
         mend(state)
-        models = state.openai_serving_models
-        models.model_name = _as_asked(models.model_name)
-        reasoning = client.vllm_config.reasoning_config
-        return cls(state, budgets=reasoning is not None and reasoning.enabled)
+        if (models := getattr(state, "openai_serving_models", None)) is not None:
+            models.model_name = _as_asked(models.model_name)
+        return cls(state, thinks=bool(client.vllm_config.structured_outputs_config.reasoning_parser))
 
     def method(self, operation: Operation) -> Method | None:
         """Return the handler's method that answers `operation`; None: the model does not support it."""
@@ -494,7 +493,7 @@ class Handlers:
             require_honoured_tools(operation, body, reads_calls=self.reads_calls)
         if operation in (Operation.MESSAGES, Operation.COUNT_TOKENS):
             require_clients_tools(body)
-            body = body if self._budgets else without_budget(body)
+            body = body if self._thinks else without_budget(body)
         if operation is Operation.COUNT_TOKENS and not self.reads_calls:
             body = countable(body)
         if operation is Operation.RESPONSES:

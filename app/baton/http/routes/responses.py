@@ -78,7 +78,7 @@ def gather_tools(body: Json) -> None:
     tools = [*(given or ())]
     for item in bringing:
         tools += item["tools"] if isinstance(item.get("tools"), list) else []
-    named = {(tool.get("type"), str(tool.get("name"))): tool for tool in tools if isinstance(tool, dict)}
+    named = {f"{tool.get('type')} {tool.get('name')}": tool for tool in tools if isinstance(tool, dict)}
     body["tools"] = [*named.values(), *(tool for tool in tools if not isinstance(tool, dict))]
     body["input"] = [item for item in items if not isinstance(item, dict) or item.get("type") != ONLY_TOOLS]
 
