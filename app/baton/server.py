@@ -57,7 +57,7 @@ from baton_kv.stores.factory import open_store
 from baton_kv.stores.file import IMAGES, RECORDS
 
 
-def handoffs_of(settings: Settings, metrics: GatewayMetrics, events: Events) -> Library:
+def handoffs_of(settings: Settings, metrics: GatewayMetrics, events: Events | None = None) -> Library:
     """Open the store and return its handoffs; without an engine that supports handoffs, nothing is stored.
 
     Raises:

@@ -508,7 +508,7 @@ class Fleet:
             for name, supervisor in self._supervisors.items():
                 try:
                     supervisor.look()
-                except Exception as error:  # noqa: BLE001  # the border of a background task, which goes on
+                except Exception as error:  # the border of a background task, which goes on
                     log.error("engine_look_failed", engine=name, exc_info=error)
             await asyncio.sleep(POLL_S)
 
