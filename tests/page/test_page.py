@@ -28,7 +28,6 @@ from support.sample_plugins import Files, plugin
 from baton.admission.api_keys import create_key
 from baton.engines.backend import ImageInput
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
-from baton.errors import EngineRestarting
 from baton.library.handoff import Handoff, HandoffState
 
 MARKUP = '<img src=x onerror="document.title=1"><script>document.title=2</script>'
@@ -172,26 +171,30 @@ class TestChat:
             client.delete(f"/v1/handoffs/{row['id']}")
         ask(page, "two")
         answered(page, 2)
-        expect(answers(page).last).to_contain_text("could not start from the saved context, so the whole conversation")
+        expect(answers(page).last).to_contain_text(
+            "could not start from the saved context, so the whole conversation"
+        )
 
     @pytest.mark.fault("J1")
     def test_an_engine_lost_in_the_middle_is_asked_again_when_it_is_back(self, browser: Browser) -> None:
         """What had come stays as a branch, the reason is told, and the question is asked again by itself."""
+        held = Held()
         lost = FakeEngine(
-            "alpha", supports_handoffs=True, behaviour=FakeBehaviour(stream_error=EngineRestarting())
+            "alpha", supports_handoffs=True, behaviour=FakeBehaviour(token_seconds=0.005, wait=held)
         )
         with run_fake(lost) as gateway, tab(browser, gateway.url) as page:
-            held = Held()
-            lost.behaviour.wait = held
-            lost.behaviour.start_seconds = 60  # until released
             ask(page, "one two three four")
-            fault = page.get_by_role("alert")
-            expect(fault).to_contain_text("being started again")
-            expect(answers(page).first).to_contain_text("one two")
-            lost.behaviour.stream_error = None
+            expect(answers(page).first).to_contain_text("one two three four one")
+            lost.behaviour.start_seconds = 60  # until released
+            lost.die()
+            expect(page.get_by_role("alert")).to_contain_text("being started again")
+            expect(page.get_by_role("alert")).to_contain_text("asked again by itself")
+            expect(answers(page).first).to_contain_text("one two three four one")
+            lost.behaviour.token_seconds = 0
             held.release()
-            expect(answers(page).first).to_contain_text("2 of 2")
+            expect(answers(page).first).to_contain_text("2 of 2", timeout=20_000)
             answered(page, 1)
+            assert len(lost.bodies) == 2
 
     def test_stopping_keeps_the_words_and_the_next_question_goes_on_from_them(self, browser: Browser) -> None:
         """The engine is not asked any further."""
