@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -23,12 +24,12 @@ from playwright.sync_api import Browser, Locator, Page, expect
 from rasterio import Affine
 from support.browsers import NARROW, WIDE, axe_violations, tab
 from support.gateways import FakeGateway, Held, run_fake
+from support.raw_requests import wait_for
 from support.sample_plugins import Files, plugin
 
 from baton.admission.api_keys import create_key
 from baton.engines.backend import ImageInput
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
-from baton.errors import EngineRestarting
 from baton.library.handoff import Handoff, HandoffState
 
 MARKUP = '<img src=x onerror="document.title=1"><script>document.title=2</script>'
@@ -179,21 +180,23 @@ class TestChat:
     @pytest.mark.fault("J1")
     def test_an_engine_lost_in_the_middle_is_asked_again_when_it_is_back(self, browser: Browser) -> None:
         """What had come stays as a branch, the reason is told, and the question is asked again by itself."""
+        held = Held()
         lost = FakeEngine(
-            "alpha", supports_handoffs=True, behaviour=FakeBehaviour(stream_error=EngineRestarting())
+            "alpha", supports_handoffs=True, behaviour=FakeBehaviour(token_seconds=0.005, wait=held)
         )
         with run_fake(lost) as gateway, tab(browser, gateway.url) as page:
-            held = Held()
-            lost.behaviour.wait = held
-            lost.behaviour.start_seconds = 60  # until released
             ask(page, "one two three four")
-            fault = page.get_by_role("alert")
-            expect(fault).to_contain_text("being started again")
-            expect(answers(page).first).to_contain_text("one two")
-            lost.behaviour.stream_error = None
+            expect(answers(page).first).to_contain_text("one two three four one")
+            lost.behaviour.start_seconds = 60  # until released
+            lost.die()
+            expect(page.get_by_role("alert")).to_contain_text("being started again")
+            expect(page.get_by_role("alert")).to_contain_text("asked again by itself")
+            expect(answers(page).first).to_contain_text("one two three four one")
+            lost.behaviour.token_seconds = 0
             held.release()
-            expect(answers(page).first).to_contain_text("2 of 2")
+            expect(answers(page).first).to_contain_text("2 of 2", timeout=20_000)
             answered(page, 1)
+            assert len(lost.bodies) == 2
 
     def test_stopping_keeps_the_words_and_the_next_question_goes_on_from_them(self, browser: Browser) -> None:
         """The engine is not asked any further."""
@@ -585,6 +588,36 @@ class TestForEverybody:
         walk(page, "Choose first")
         page.keyboard.press("Space")
         expect(page.get_by_text("1 context chosen")).to_be_visible()
+
+
+@pytest.mark.parametrize("place", ["#/constructor", "#/chat/nobody", "#/%", "#/contexts/nobody"])
+def test_an_address_that_leads_nowhere_is_no_dead_end(
+    browser: Browser, gateway: FakeGateway, place: str
+) -> None:
+    """The chat is shown, or why there is nothing."""
+    with tab(browser, gateway.url, place) as page:
+        found = page.get_by_role("heading", name="Ask something").or_(page.get_by_role("alert"))
+        expect(found).to_be_visible()
+
+
+def test_a_gateway_that_was_away_is_found_again(browser: Browser) -> None:
+    """The page says that nothing answers, and goes on by itself."""
+    with run_fake(FakeEngine("alpha")) as first:
+        port = int(first.url.rpartition(":")[2])
+        with tab(browser, first.url) as page:
+            expect(page.get_by_label("Engine")).to_contain_text("alpha")
+            first.server.should_exit = True
+            expect(page.get_by_text("The gateway does not answer.")).to_be_visible(timeout=20_000)
+            wait_for(lambda: port_is_free(port), "it did not end")
+            with run_fake(FakeEngine("beta"), port=port):
+                expect(page.get_by_text("The gateway does not answer.")).not_to_be_visible(timeout=20_000)
+                expect(page.get_by_label("Engine")).to_contain_text("beta")
+
+
+def port_is_free(port: int) -> bool:
+    """Whether nothing listens there."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0
 
 
 def walk(page: Page, name: str, *, back: bool = False) -> None:

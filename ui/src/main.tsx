@@ -22,7 +22,7 @@ addEventListener("hashchange", () => {
 /** The name of the view and what it is to show: `#/contexts/ID`. */
 function place(): [string, string] {
   const [, view = "", what = ""] = here.value.split("/");
-  return [view in VIEWS || view === "key" ? view : "chat", what];
+  return [Object.hasOwn(VIEWS, view) || view === "key" ? view : "chat", what];
 }
 
 const failure = signal<unknown>(null);
@@ -38,12 +38,13 @@ effect(() => {
   if (!seen.value) return;
   const stopper = new AbortController();
   failure.value = null;
-  readEngines().then(
-    () => follow(stopper.signal),
-    (error) => {
+  readEngines()
+    .catch((error) => {
       failure.value = error;
-    },
-  );
+    })
+    .then(async () => {
+      if (access.peek() !== "refused") await follow(stopper.signal);
+    });
   return () => stopper.abort();
 });
 
