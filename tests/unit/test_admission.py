@@ -86,7 +86,8 @@ async def through(
     RequestState(RequestContext("id", tenant=tenant)).attach(scope)
     memory: Any = SimpleNamespace(short=short)
     inner = MemoryShortageMiddleware(app, memory=memory)
-    await AuthMiddleware(inner, keyring=None, admission=admission or admission_of())(scope, nothing, nothing)
+    auth = AuthMiddleware(inner, keyring=None, admission=admission or admission_of(), open_to_all=False)
+    await auth(scope, nothing, nothing)
 
 
 @pytest.mark.fault("E8")
