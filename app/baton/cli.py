@@ -160,10 +160,13 @@ def plugins(
 def create_key(
     tenant: Annotated[str, typer.Argument(help="The tenant that the key belongs to.")],
     config: ConfigOption = None,
+    operator: Annotated[
+        bool, typer.Option("--operator", help="Let it also change what is served: load LoRA adapters.")
+    ] = False,
 ) -> None:
     """Create a key for a tenant and print it. Only its digest is stored: keep the key now."""
     file = load_settings(config).keys_file
-    key = api_keys.create_key(file, tenant)
+    key = api_keys.create_key(file, tenant, operator=operator)
     print(
         f"Added to {file}; a gateway with keys accepts it within a second, another from its next start.",
         file=sys.stderr,
@@ -173,11 +176,11 @@ def create_key(
 
 @keys_app.command("list")
 def list_keys(config: ConfigOption = None) -> None:
-    """List the keys: id, tenant, day of creation."""
-    table = Table("id", "tenant", "created")
+    """List the keys: id, tenant, day of creation, and which are operators'."""
+    table = Table("id", "tenant", "created", "operator")
     for key in api_keys.read_keys(load_settings(config).keys_file):
         day = datetime.datetime.fromtimestamp(key.created_at, datetime.UTC).date()
-        table.add_row(key.id, key.tenant, day.isoformat())
+        table.add_row(key.id, key.tenant, day.isoformat(), "yes" if key.operator else "")
     Console().print(table)
 
 

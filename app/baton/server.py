@@ -205,7 +205,9 @@ def _add_middleware(
         uploads=BodyBudget(rooms.disk, held.labels("disk")),
         edge=settings.edge,
     )
-    app.add_middleware(AuthMiddleware, keyring=keyring, admission=gateway.admission)
+    app.add_middleware(
+        AuthMiddleware, keyring=keyring, admission=gateway.admission, open_port=not settings.loopback
+    )
     app.add_middleware(OriginMiddleware, settings=settings, keyless=keyring is None)
     if (options := cors_options(settings, keyless=keyring is None)) is not None:
         app.add_middleware(ErrorMiddleware, metrics=gateway.metrics)

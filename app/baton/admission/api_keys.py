@@ -47,6 +47,7 @@ class StoredKey(BaseModel):
         tenant: the key's tenant.
         sha256: digest of the key, in hexadecimal.
         created_at: Unix time.
+        operator: whether it may also change what the gateway serves.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -55,6 +56,7 @@ class StoredKey(BaseModel):
     tenant: TenantName
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     created_at: int
+    operator: bool = False
 
 
 FILE = TypeAdapter(list[StoredKey])
@@ -73,14 +75,19 @@ class Keyring:
     """
 
     def __init__(self, keys: list[StoredKey]) -> None:
-        self._tenants = _tenants_of(keys)
+        self._keys = _by_digest(keys)
 
     def __len__(self) -> int:
-        return len(self._tenants)
+        return len(self._keys)
+
+    def find(self, key: str) -> StoredKey | None:
+        """Return what is stored of a key; None: the key is unknown."""
+        return self._keys.get(digest(key[:MAX_KEY_CHARS]))
 
     def tenant(self, key: str) -> str | None:
         """Return the tenant of a key; None: the key is unknown."""
-        return self._tenants.get(digest(key[:MAX_KEY_CHARS]))
+        found = self.find(key)
+        return None if found is None else found.tenant
 
 
 class KeysFile(Keyring):
@@ -103,11 +110,11 @@ class KeysFile(Keyring):
         self._state = _state(file)
         super().__init__(read_keys(file))
 
-    def tenant(self, key: str) -> str | None:
+    def find(self, key: str) -> StoredKey | None:
         if self._clock() - self._looked >= LOOK_EVERY_S:
             self._looked = self._clock()
             self._look()
-        return super().tenant(key)
+        return super().find(key)
 
     def _look(self) -> None:
         state = _state(self._file)
@@ -116,22 +123,22 @@ class KeysFile(Keyring):
         self._state = state
         log = structlog.get_logger("baton.keys")
         try:
-            tenants = _tenants_of(read_keys(self._file))
+            keys = _by_digest(read_keys(self._file))
         except SettingsError as error:
             log.error("keys_file_unusable", cause=error.message)
             return
-        self._tenants = tenants
-        log.info("keys_file_read", keys=len(tenants))
+        self._keys = keys
+        log.info("keys_file_read", keys=len(keys))
 
 
-def _tenants_of(keys: list[StoredKey]) -> dict[str, str]:
+def _by_digest(keys: list[StoredKey]) -> dict[str, StoredKey]:
     for key in keys:
         if key.tenant == LOCAL_TENANT:
             raise SettingsError(
                 f"auth.keys_file: the key {key.id[:80]!r} belongs to the tenant '{LOCAL_TENANT}', whose "
                 "handoffs were made without keys: revoke it with `baton keys revoke`, and create another"
             )
-    return {key.sha256: key.tenant for key in keys}
+    return {key.sha256: key for key in keys}
 
 
 def _state(file: Path) -> tuple[int, int, int] | None:
@@ -184,8 +191,11 @@ def read_keys(file: Path) -> list[StoredKey]:
         raise SettingsError(f"{file}: not a keys file; `baton keys create` makes one") from None
 
 
-def create_key(file: Path, tenant: str) -> str:
+def create_key(file: Path, tenant: str, *, operator: bool = False) -> str:
     """Add a key for `tenant` and return it; it cannot be shown again.
+
+    Args:
+        operator: see `StoredKey`.
 
     Raises:
         SettingsError: the tenant's name is reserved or not a plain word, or the file cannot be written.
@@ -195,7 +205,11 @@ def create_key(file: Path, tenant: str) -> str:
     key = KEY_PREFIX + secrets.token_urlsafe(32)
     try:
         stored = StoredKey(
-            id=secrets.token_hex(4), tenant=tenant, sha256=digest(key), created_at=int(time.time())
+            id=secrets.token_hex(4),
+            tenant=tenant,
+            sha256=digest(key),
+            created_at=int(time.time()),
+            operator=operator,
         )
     except ValidationError:
         raise SettingsError(f"tenant {tenant[:80]!r}: use 1 to 64 letters, digits, '.', '_' or '-'") from None
@@ -234,7 +248,8 @@ def _write(file: Path, keys: list[StoredKey]) -> None:
     descriptor, temporary = tempfile.mkstemp(dir=file.parent, prefix=".keys-")
     try:
         with os.fdopen(descriptor, "w") as stream:
-            json.dump([key.model_dump() for key in keys], stream, indent=2)
+            # Without defaults, so that an older gateway reads the file.
+            json.dump([key.model_dump(exclude_defaults=True) for key in keys], stream, indent=2)
         os.replace(temporary, file)
     except OSError:
         Path(temporary).unlink(missing_ok=True)

@@ -85,6 +85,11 @@ class Settings(BaseSettings):
         "`0-1|2-3`); `auto`: all that this process may use, divided over the ranks, or `nobind` if "
         "engines have different numbers of ranks; `nobind` binds nothing.",
     )
+    adapters_file: Path | None = Field(
+        None,
+        description="File of the LoRA adapters that operators loaded, which are there again after a restart. "
+        "Gateways that share it share them. Unset: `~/.config/baton/adapters.json`.",
+    )
     drain_delay_s: float = Field(
         0.0,
         ge=0,
@@ -137,6 +142,15 @@ class Settings(BaseSettings):
         return self
 
     @model_validator(mode="after")
+    def _only_engines_that_generate_have_adapters(self) -> Settings:
+        for engine in self.engines:
+            if engine.adapters and (engine.runner != "generate" or engine.latent):
+                raise ValueError(
+                    f"engines '{engine.name}': `adapters` are for engines that generate, without `latent`"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _only_pooling_engines_have_plugins(self) -> Settings:
         for engine in self.engines:
             if (engine.io_processor or engine.classic_plugin) and engine.runner != "pooling":
@@ -161,7 +175,7 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _engines_have_unique_names(self) -> Settings:
-        names = [name for engine in self.engines for name in (engine.name, *engine.aliases)]
+        names = [name for engine in self.engines for name in (engine.name, *engine.aliases, *engine.adapters)]
         if not names:
             raise ValueError("engines: name at least one, or leave the key out")
         twice = sorted({name for name in names if names.count(name) > 1})
@@ -211,6 +225,12 @@ class Settings(BaseSettings):
     def keys_file(self) -> Path:
         """Return the file of hashed API keys, which need not exist."""
         file = self.auth.keys_file or user_folder("XDG_CONFIG_HOME", ".config") / "baton/keys.json"
+        return file.expanduser()
+
+    @property
+    def kept_adapters(self) -> Path:
+        """Return the file of the adapters that operators loaded, which need not exist."""
+        file = self.adapters_file or user_folder("XDG_CONFIG_HOME", ".config") / "baton/adapters.json"
         return file.expanduser()
 
     @classmethod

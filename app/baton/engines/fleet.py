@@ -13,9 +13,18 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from baton.config.groups import SupervisionSettings
+from baton.engines.adapters import Adapter
 from baton.engines.backend import EngineState
-from baton.engines.engine import Engine, LocalEngine
-from baton.errors import EngineRestarting, EngineUnavailable, InvalidRequest, ModelNotFound, StartError
+from baton.engines.engine import Engine, LocalEngine, adapted
+from baton.errors import (
+    LONGEST_WORD,
+    EngineRestarting,
+    EngineUnavailable,
+    InvalidRequest,
+    ModelNotFound,
+    StartError,
+    did_you_mean,
+)
 from baton.telemetry.metrics import GatewayMetrics
 from baton.telemetry.page import MergedRegistry
 
@@ -222,8 +231,12 @@ class Fleet:
 
     @property
     def served(self) -> list[str]:
-        """All names and aliases that `pick` accepts."""
-        return [*self._supervisors, *self._aliases]
+        """All names and aliases that `pick` accepts, those of adapters too."""
+        return [
+            *self._supervisors,
+            *self._aliases,
+            *(name for each in self.engines for name in each.adapters),
+        ]
 
     @property
     def states(self) -> dict[str, EngineState]:
@@ -288,7 +301,7 @@ class Fleet:
         await asyncio.gather(*(engine.stop() for engine in self.engines))
 
     def pick(self, model: object, *, pools: bool = False) -> Engine:
-        """Return the ready engine whose name or alias is `model`.
+        """Return the ready engine whose name or alias is `model`, or the one with the adapter of this name.
 
         Args:
             model: the request's `model`; None picks the only engine of its kind, where there is one only.
@@ -305,12 +318,59 @@ class Fleet:
             model = names[0] if len(names) == 1 else None
         if not isinstance(model, str) or not model:
             raise InvalidRequest(f"'model' must name one of: {', '.join(self.served)}.", param="model")
-        supervisor = self._supervisors.get(self._aliases.get(model, model))
+        supervisor = self._supervisors.get(self._aliases.get(model, model)) or self._with_adapter(model)
         if supervisor is None:
             raise ModelNotFound.among(model, self.served)
         if supervisor.state is not EngineState.READY:
             raise supervisor.refusal()
-        return supervisor.engine
+        engine, adapter = supervisor.engine, supervisor.engine.adapters.get(model)
+        return engine if adapter is None or engine.forwarding is not None else adapted(engine, adapter)
+
+    def _with_adapter(self, name: str) -> Supervisor | None:
+        """Return the supervisor of the engine that has an adapter."""
+        return next((each for each in self._supervisors.values() if name in each.engine.adapters), None)
+
+    async def load_adapter(self, adapter: Adapter, engine: str | None, *, replace: bool) -> str:
+        """Load an adapter on an engine; return the engine's name.
+
+        Args:
+            engine: name of the engine; None: the only one that runs here and generates.
+            replace: whether it may take the place of one of its name on that engine.
+
+        Raises:
+            BatonError: the name is taken, or the engine cannot load it.
+        """
+        here = [each for each in self.here if each.generates and engine in (None, each.name, *each.aliases)]
+        if len(here) != 1:
+            names = ", ".join(each.name for each in self.here if each.generates)
+            raise InvalidRequest(
+                f"'model' must name the engine that loads it, one of: {names}.", param="model"
+            )
+        (target,) = here
+        if adapter.name in self.served and not (replace and adapter.name in target.adapters):
+            raise InvalidRequest(
+                f"'lora_name': '{adapter.name}' is served already: choose another name, unload the adapter "
+                "first, or send 'load_inplace' to put this one in its place.",
+                param="lora_name",
+            )
+        await target.load_adapter(adapter)
+        return target.name
+
+    async def unload_adapter(self, name: str) -> str:
+        """Unload an adapter; return the name of its engine.
+
+        Raises:
+            ModelNotFound: no engine has an adapter of this name.
+        """
+        found = next((each for each in self.here if name in each.adapters), None)
+        if found is None:
+            known = [each for engine in self.here for each in engine.adapters]
+            raise ModelNotFound(
+                f"There is no adapter '{name[:LONGEST_WORD]}' here.{did_you_mean(name, known)}",
+                param="lora_name",
+            )
+        await found.unload_adapter(name)
+        return found.name
 
     def metrics_page(self) -> bytes:
         """Return the `/metrics` page: the gateway's series and every engine's."""

@@ -14,6 +14,7 @@
     │   ├── TemplateUnsupported      400 handoff_template_unsupported
     │   ├── Unauthorized             401 invalid_api_key
     │   ├── OriginNotAllowed         403 origin_not_allowed
+    │   ├── OperatorKeyNeeded        403 operator_key_needed
     │   ├── NotFound                 404 not_found
     │   │   ├── ModelNotFound        404 model_not_found
     │   │   ├── HandoffNotFound      404 handoff_not_found
@@ -235,6 +236,18 @@ class OriginNotAllowed(ClientError):
         "Without API keys, web pages of other sites may not send requests that change something, and this "
         "request comes from one. Make a key with `baton keys create`, or add the page's origin to the "
         "setting edge.allowed_origins."
+    )
+
+
+class OperatorKeyNeeded(ClientError):
+    """The request would change what the gateway serves, and its key is no operator's."""
+
+    code = "operator_key_needed"
+    status = 403
+    kind = "permission_error"
+    default_message = (
+        "This changes what the gateway serves and needs an operator's key: make one with "
+        "`baton keys create NAME --operator`."
     )
 
 

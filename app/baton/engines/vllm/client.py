@@ -24,7 +24,15 @@ from baton.engines.backend import ImageInput
 from baton.engines.transfers import TransferChooser, TransferReport, TransferRequest
 from baton.engines.vllm.errors import translate
 from baton.engines.vllm.images import Sent, hashes_of, image_positions, stray_placeholders
-from baton.errors import BatonError, ContextTooLong, GenerationFailed, InvalidRequest, Unprocessable
+from baton.engines.vllm.lora import Loaded, held
+from baton.errors import (
+    BatonError,
+    ContextTooLong,
+    EngineUnavailable,
+    GenerationFailed,
+    InvalidRequest,
+    Unprocessable,
+)
 from baton.images.image_position import ImagePosition
 from baton.images.placed_image import PlacedImage
 from baton.telemetry.ids import CUT_HEADER, RequestContext
@@ -32,9 +40,11 @@ from baton_kv.contract import transfer_params
 
 if TYPE_CHECKING:
     from vllm.logprobs import Logprob
+    from vllm.lora.request import LoRARequest
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    from baton.engines.adapters import Adapter
     from baton.engines.vllm.images import ImagePrompts
 
 
@@ -197,6 +207,7 @@ class Call:
         constrained: whether a grammar constrains the answer, e.g. by `response_format` or a named tool.
         audited_tokens: most tokens whose raw log probabilities the engine may be asked for; 0: it has none.
         noting: the audited transfers whose first token's log probabilities the engine was asked for.
+        adapter: the LoRA adapter that the request is computed with; None: none.
     """
 
     context: RequestContext
@@ -213,6 +224,7 @@ class Call:
     constrained: bool = False
     audited_tokens: int = 0
     noting: set[TransferRequest] = field(default_factory=set)
+    adapter: Loaded | None = None
 
     async def watch(
         self,
@@ -279,7 +291,8 @@ class Call:
         if transfer is not None and transfer.moves_kv:
             self.expect(tag, transfer)
             extra = sampling_params.extra_args or {}
-            sampling_params.extra_args = extra | {"kv_transfer_params": _transfer_params(transfer, tag)}
+            used = self.adapter.adapter if self.adapter is not None else None
+            sampling_params.extra_args = extra | {"kv_transfer_params": _transfer_params(transfer, tag, used)}
         return transfer
 
     def _can_note(self, sampling_params: Any) -> bool:
@@ -339,6 +352,7 @@ class WatchedClient:
         call.constrained = sampling_params.structured_outputs is not None
         call.audited_tokens = self._audited_tokens
         self._refuse_no_token(call, sampling_params)
+        _require_adapter(call, kwargs.get("lora_request"))
         _refuse_latent_placeholders(call, prompt)
         _require_prompt(call, prompt)
         if call.asked is not None:
@@ -355,12 +369,13 @@ class WatchedClient:
             )
             outputs = _after_trial(call, sampling_params, outputs)
             sent = self._sent([image.digest for image in transfer.images])
-            return call.watch(outputs, sent, transfer, text)
+            return call.watch(held(call.adapter, outputs), sent, transfer, text)
         _require_read_images(call, prompt)
         _refuse_image_placeholders(call, prompt)
         outputs = self._engine.generate(salted(prompt, call.salt), sampling_params, *args, **kwargs)
         outputs = _after_trial(call, sampling_params, outputs)
-        return call.watch(outputs, self._sent(hashes_of(prompt)), transfer, text)
+        sent = self._sent(hashes_of(prompt))
+        return call.watch(held(call.adapter, outputs), sent, transfer, text)
 
     def _refuse_no_token(self, call: Call, params: SamplingParams) -> None:
         """Refuse constraints that can leave no token, where vLLM would answer with token 0 again and again.
@@ -457,9 +472,10 @@ def failed(output: Any) -> bool:
     return "error" in reasons or getattr(output, "error", None) is not None
 
 
-def _transfer_params(transfer: TransferRequest, tag: str) -> dict[str, Any]:
+def _transfer_params(transfer: TransferRequest, tag: str, adapter: Adapter | None) -> dict[str, Any]:
     """Return the transfer in the connector's terms."""
     return transfer_params(
+        adapter={"name": adapter.name, "digest": adapter.digest} if adapter is not None else None,
         save=transfer.save or False,
         scope="prompt" if transfer.prompt_only else None,
         load=transfer.load,
@@ -470,6 +486,21 @@ def _transfer_params(transfer: TransferRequest, tag: str) -> dict[str, Any]:
         least=transfer.least or None,
         tag=tag,
     )
+
+
+def _require_adapter(call: Call, used: LoRARequest | None) -> None:
+    """Check that vLLM computes with the adapter whose KV the request may load and save.
+
+    Raises:
+        EngineUnavailable: the adapter was replaced since the request came.
+        GenerationFailed: it would compute with another one; nothing is computed.
+    """
+    wanted = call.adapter.request.lora_int_id if call.adapter is not None else None
+    if (used.lora_int_id if used is not None else None) != wanted:
+        if call.adapter is not None and call.adapter.leaves:
+            raise EngineUnavailable("The LoRA adapter was replaced as the request began; try again.")
+        log.error("adapter_not_used", wanted=wanted)
+        raise GenerationFailed()
 
 
 def _require_prompt(call: Call, prompt: Any) -> None:

@@ -283,11 +283,15 @@ class AuthMiddleware:
 
     Args:
         keyring: the known keys; None: every request is the local tenant's.
+        open_port: without keys, whether others than this machine's users reach the gateway.
     """
 
-    def __init__(self, app: ASGIApp, *, keyring: Keyring | None, admission: Admission) -> None:
+    def __init__(
+        self, app: ASGIApp, *, keyring: Keyring | None, admission: Admission, open_port: bool = False
+    ) -> None:
         self._app = app
         self._keyring = keyring
+        self._open_port = open_port
         self._admission = admission
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -295,11 +299,13 @@ class AuthMiddleware:
             await self._app(scope, receive, send)
             return
         state = state_of(scope)
-        if self._keyring is not None:
-            tenant = self._keyring.tenant(presented_key(scope["headers"]))
-            if tenant is None:
+        if self._keyring is None:
+            state.operator = not self._open_port
+        else:
+            key = self._keyring.find(presented_key(scope["headers"]))
+            if key is None:
                 raise Unauthorized()
-            state.context.tenant = tenant
+            state.context.tenant, state.operator = key.tenant, key.operator
         if scope["path"] not in UNCOUNTED:
             self._admission.admit(state.ticket, state.context.tenant)
         try:

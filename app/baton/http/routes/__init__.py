@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-from baton.http.routes import handoffs, openai, operations, pooling, responses
+from baton.http.routes import adapters, handoffs, openai, operations, pooling, responses
 
 ROUTERS = (
     openai.router,
     responses.router,
     pooling.router,
     handoffs.router,
+    adapters.router,
     operations.router,
     operations.docs_router,
 )
