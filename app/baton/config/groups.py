@@ -710,6 +710,11 @@ class EdgeSettings(Frozen):
         "`http://localhost:3000`, `app://localhost`, or `*` with keys: any. Empty: pages of other sites "
         "read nothing.",
     )
+    mcp: bool = Field(
+        True,
+        description="Whether `/mcp` offers tools by the Model Context Protocol, to whoever may use the "
+        "gateway; see [Use the gateway as tools](../how-to/mcp.md).",
+    )
 
 
 class AdmissionSettings(Frozen):
