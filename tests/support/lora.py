@@ -18,6 +18,7 @@ import numpy
 from safetensors.numpy import save_file
 
 from support.gateways import RealGateway
+from support.watched_streams import cores
 
 TOKENS = 4
 LONGEST = 160
@@ -198,3 +199,49 @@ def document(number: int) -> str:
         f"House {each} of street {number % 4} has {each * 37 % 11} windows." for each in range(3)
     )
     return f"{begin} {PEOPLE[number % len(PEOPLE)]} lives there and"
+
+
+HERE = Path(__file__).parent
+ALONE = {"base": "base", "a": "a", "b": "b", "b'": "another-b"}
+"""What answers alone for each of the weights that answer together."""
+
+
+def write_settings(folder: Path, *, caching: bool) -> Path:
+    """Write the settings of a gateway whose models are `base` and `a`; returns the file."""
+    settings = (HERE / "adapter_engines.toml").read_text()
+    file = folder / "baton.toml"
+    file.write_text(settings.format(folder=folder, caching=str(caching).lower()))
+    return file
+
+
+def load_b(gateway: RealGateway, folder: Path, name: str, **more: Any) -> None:
+    """Load an adapter as the model `b`, as an operator does."""
+    with gateway.client() as client:
+        body = {"lora_name": "b", "lora_path": str(folder / name)} | more
+        answer = client.post("/v1/load_lora_adapter", json=body)
+    assert answer.status_code == 200, answer.text
+
+
+def kill_engine(gateway: RealGateway) -> None:
+    """Kill the engine, and what it knows of adapters with it."""
+    (core,) = cores(gateway.process.pid)
+    core.kill()
+
+
+def assert_each_as_alone(mixed: MixedRequests, folder: Path) -> None:
+    """Compare all answers with those of each adapter alone, by engines that know no other."""
+    settings = folder / "alone.toml"
+    settings.write_text((HERE / "adapters_alone.toml").read_text().format(folder=folder))
+    (folder / "of-alone").mkdir(exist_ok=True)
+    with RealGateway(["--config", str(settings)], folder / "of-alone") as alone:
+        alone.wait_until_ready()
+        wrong = mixed.wrong(alone, ALONE)
+        with alone.client() as client:
+            said = [complete(client, name, document(0))["choices"][0]["token_ids"] for name in ALONE.values()]
+    print(
+        f"{len(wrong)} of {len(mixed.asked)} wrong; handoffs (of the same weights, outcome): {mixed.outcomes}"
+    )
+    assert wrong == []
+    assert mixed.outcomes[True, "loaded"] > 0, mixed.outcomes
+    assert mixed.outcomes[False, "recomputed"] > 0, mixed.outcomes
+    assert len(set(map(tuple, said))) == len(ALONE), "the adapters answer alike"
