@@ -29,6 +29,7 @@ def name_of(used: dict[str, str] | None) -> str | None:
     return used["name"] if used is not None else None
 
 
+@pytest.mark.fault("B19")
 @pytest.mark.parametrize("saved", USED)
 @pytest.mark.parametrize("asked", USED)
 def test_only_the_same_name_and_digest_load_what_was_saved(
@@ -44,6 +45,7 @@ def test_only_the_same_name_and_digest_load_what_was_saved(
     assert failures == ([] if saved == asked else [TransferFailure.INCOMPATIBLE])
 
 
+@pytest.mark.fault("B19")
 @pytest.mark.parametrize(("told", "used"), [("a", None), ("none", "a"), ("a", "b"), ("b, a copy of a", "a")])
 def test_parameters_of_another_adapter_than_vllm_computes_with_move_nothing(
     store: MemoryStore, told: str, used: str | None

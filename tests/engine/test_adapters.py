@@ -20,6 +20,7 @@ REQUESTS = 24
 """Of each phase; `tests/chaos/test_adapters.py` makes a thousand."""
 
 
+@pytest.mark.fault("B19")
 def test_each_answers_as_alone_through_handoffs_caches_and_restarts(tmp_path: Path) -> None:
     for seed, name in enumerate(("a", "b", "another-b")):
         write_adapter(tmp_path / name, seed)

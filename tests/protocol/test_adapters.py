@@ -122,6 +122,7 @@ def test_a_name_is_taken_twice_only_in_place(gateway: FakeGateway, tmp_path: Pat
     assert [each.path for each in KeptAdapters(gateway.settings.kept_adapters).read()] == [second]
 
 
+@pytest.mark.fault("B19")
 def test_kv_of_adapters_is_apart_and_their_handoffs_go_on_as_text(
     gateway: FakeGateway, tmp_path: Path
 ) -> None:
@@ -143,6 +144,7 @@ def test_kv_of_adapters_is_apart_and_their_handoffs_go_on_as_text(
             assert transfer.prompt[: made[left]["tokens"] - 1].count(11) >= 200
 
 
+@pytest.mark.fault("B19")
 def test_automatic_reuse_stays_within_an_adapter(gateway: FakeGateway, tmp_path: Path) -> None:
     engine = gateway.engine("a")
     load(gateway, adapter_folder(tmp_path / "1"))

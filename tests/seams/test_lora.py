@@ -22,7 +22,7 @@ from baton.config.groups import EngineSettings
 from baton.engines.adapters import Adapter, read_adapter
 from baton.engines.vllm import arguments
 from baton.engines.vllm.lora import LoadedAdapters, held, most_adapters, spare_slots
-from baton.errors import EngineUnavailable, InvalidRequest, ModelNotFound, SettingsError
+from baton.errors import EngineUnavailable, InvalidRequest, ModelNotFound, OperationUnsupported, SettingsError
 
 
 def folder_of(folder: Path, rank: int = 8, weights: bytes = b"weights") -> Path:
@@ -85,6 +85,7 @@ async def outputs_of(began: asyncio.Event, ends: asyncio.Event) -> AsyncGenerato
     yield 2
 
 
+@pytest.mark.fault("B20")
 async def test_an_adapter_stays_until_its_last_request_has_ended(adapters: dict[str, Adapter]) -> None:
     engine, began, ends = Engine(), asyncio.Event(), asyncio.Event()
     await engine.adapters.load(adapters["a"])
@@ -119,6 +120,7 @@ async def test_a_request_that_is_left_frees_its_adapter(adapters: dict[str, Adap
     assert engine.client.held == set()
 
 
+@pytest.mark.fault("B20")
 async def test_there_is_never_more_than_may_be_and_who_leaves_counts(adapters: dict[str, Adapter]) -> None:
     engine, began, ends = Engine(most=2), asyncio.Event(), asyncio.Event()
     for name in ("a", "b"):
@@ -137,6 +139,11 @@ async def test_there_is_never_more_than_may_be_and_who_leaves_counts(adapters: d
     assert len(engine.client.held) == 2
 
 
+async def test_an_engine_without_lora_says_what_to_set(adapters: dict[str, Adapter]) -> None:
+    with pytest.raises(OperationUnsupported, match="enable_lora"):
+        await Engine(most=0).adapters.load(adapters["a"])
+
+
 async def test_loads_at_the_same_time_are_counted_together(adapters: dict[str, Adapter]) -> None:
     engine = Engine(most=2)
     engine.client.loading.clear()
@@ -147,6 +154,7 @@ async def test_loads_at_the_same_time_are_counted_together(adapters: dict[str, A
     assert [type(each).__name__ for each in found] == ["Adapter", "Adapter", "InvalidRequest"]
 
 
+@pytest.mark.fault("B20")
 async def test_one_in_the_place_of_another_is_another_to_vllm(
     adapters: dict[str, Adapter], tmp_path: Path
 ) -> None:
@@ -183,6 +191,7 @@ async def test_a_load_that_fails_keeps_nothing(
     await engine.adapters.load(adapters["b"])
 
 
+@pytest.mark.fault("B20")
 async def test_files_that_change_while_they_are_loaded_are_not_served(adapters: dict[str, Adapter]) -> None:
     engine = Engine()
     folder_of(adapters["a"].path, weights=b"changed since")

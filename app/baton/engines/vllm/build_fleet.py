@@ -97,14 +97,14 @@ def adapters_of(settings: Settings, engine: EngineSettings) -> list[Adapter]:
             found.append(read_adapter(name, folder))
         except AdapterInvalid as error:
             raise SettingsError(f"engines '{engine.name}': adapters.{name}: {folder}: {error}") from None
+    if not engine.adapters and not engine.args.get("enable_lora"):
+        return []
     try:
         kept = KeptAdapters(settings.kept_adapters).read()
     except AdapterInvalid as error:
         raise SettingsError(f"adapters_file: {error}") from None
     taken = {name for each in settings.engines for name in (each.name, *each.aliases, *each.adapters)}
-    for entry in kept if engine.adapters or engine.args.get("enable_lora") else ():
-        if entry.engine != engine.name:
-            continue
+    for entry in (each for each in kept if each.engine == engine.name):
         try:
             if entry.name in taken:
                 raise AdapterInvalid("the settings give its name to another model")

@@ -17,7 +17,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from baton.admission.fair_threads import in_own_thread
 from baton.engines.adapters import Adapter, AdapterInvalid, read_adapter
 from baton.engines.scrub import scrub
-from baton.errors import EngineUnavailable, InvalidRequest, ModelNotFound
+from baton.errors import EngineUnavailable, InvalidRequest, ModelNotFound, OperationUnsupported
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -128,6 +128,11 @@ class LoadedAdapters:
 
     async def _load(self, adapter: Adapter) -> Adapter:
         async with self._turn:
+            if not self._most:
+                raise OperationUnsupported(
+                    "The engine was started without LoRA: set `engines.adapters`, or `enable_lora` in its "
+                    "`args`."
+                )
             if len(self._held) >= self._most:
                 raise InvalidRequest(
                     f"The engine holds {len(self._held)} LoRA adapters, with those that requests still use, "

@@ -152,7 +152,8 @@ async def show_peer(
     learns nothing from it. `handoff` says whether the engine `model` supports handoffs.
     """
     gateway = gateway_of(request)
-    engines = (engine for engine in gateway.fleet.engines if model in (engine.name, *engine.aliases))
+    named = ((engine, (engine.name, *engine.aliases, *engine.adapters)) for engine in gateway.fleet.engines)
+    engines = (engine for engine, names in named if model in names)
     found = next(engines, None)
     return {
         "object": "peer",
