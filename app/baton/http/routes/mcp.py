@@ -12,6 +12,7 @@ import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any
 
 import structlog
@@ -21,6 +22,7 @@ from starlette.datastructures import Headers
 from starlette.types import Message
 
 from baton import __version__
+from baton.admission.fair_threads import in_own_thread
 from baton.engines.backend import Json, Operation
 from baton.errors import BatonError, BodyTooLarge, InternalError, NotFound
 from baton.http.answer import answer, unless_gone
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 
 router = APIRouter()
 log = structlog.get_logger("baton.mcp")
+SDK = "mcp.server.streamable_http_manager"
 MAX_BODY_BYTES = 4 * 1024 * 1024
 """Largest body, the SDK's own limit: it is parsed on the event loop."""
 
@@ -199,7 +202,8 @@ async def model_context_protocol(request: Request) -> Response:
 
 async def _answered(request: Request) -> Response:
     """Have the SDK answer a request, with a server of its own, and return what it sends."""
-    from mcp.server.streamable_http_manager import StreamableHTTPSessionManager  # a second of imports
+    await in_own_thread(import_module, SDK)  # the first time it takes a second, which the event loop has not
+    from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
 
     sent: list[Message] = []
 
