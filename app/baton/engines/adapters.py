@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from blake3 import blake3
 from filelock import FileLock
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from baton.config.groups import EngineName
-from baton_kv.fingerprint import digest_of
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -68,7 +68,7 @@ def read_adapter(name: str, folder: Path) -> Adapter:
         if config.stat().st_size > MAX_CONFIG_BYTES:
             raise AdapterInvalid(f"its {CONFIG} is larger than {MAX_CONFIG_BYTES} bytes")
         read = json.loads(config.read_bytes())
-        digest = digest_of([config, weights])
+        digest = _digest(config, weights)
     except FileNotFoundError as error:
         raise AdapterInvalid(f"there is no {Path(error.filename or CONFIG).name} in its folder") from None
     except OSError as error:
@@ -76,6 +76,15 @@ def read_adapter(name: str, folder: Path) -> Adapter:
     except (ValueError, RecursionError):
         raise AdapterInvalid(f"its {CONFIG} is not JSON") from None
     return Adapter(name, folder, digest, _rank(read))
+
+
+def _digest(*files: Path) -> str:
+    """Digest names, sizes and bytes of files."""
+    digest = blake3(max_threads=blake3.AUTO)
+    for file in files:
+        digest.update(f"{file.name}:{file.stat().st_size}:".encode())
+        digest.update_mmap(file)
+    return digest.hexdigest()
 
 
 def _rank(config: Any) -> int:
