@@ -16,7 +16,7 @@ from support.lora import (
 )
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
-REQUESTS = 24
+REQUESTS = 16
 """Of each phase; `tests/chaos/test_adapters.py` makes a thousand."""
 
 
