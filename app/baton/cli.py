@@ -250,7 +250,8 @@ def create_key(
     tenant: Annotated[str, typer.Argument(help="The tenant that the key belongs to.")],
     config: ConfigOption = None,
     operator: Annotated[
-        bool, typer.Option("--operator", help="Let it start, stop and restart engines too.")
+        bool,
+        typer.Option("--operator", help="Let it also start and stop engines, and load LoRA adapters."),
     ] = False,
 ) -> None:
     """Create a key for a tenant and print it. Only its digest is stored: keep the key now."""

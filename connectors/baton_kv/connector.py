@@ -28,6 +28,7 @@ from vllm.v1.request import RequestStatus
 from baton_kv.blocks import KVBlocks, LayoutRefused
 from baton_kv.contract import TransferOutcome
 from baton_kv.engine_facts import (
+    adapters_proved,
     backends_of,
     cache_groups,
     facts_of,
@@ -178,6 +179,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         self._digests = KnownDigests(folder / "weights.json")
         self._verify = settings.verify
         self._resident = int(settings.resident)
+        self._adapters = adapters_proved(vllm_config, unproven_devices=settings.unproven_devices)
         self._ranks = vllm_config.parallel_config.tensor_parallel_size
         self._scheduler: SchedulerRole | None = None
         self._worker: WorkerRole | None = None
@@ -368,13 +370,19 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        images = images_of(request)
+        images = images_of(request, adapters=self._adapters)
         if images is None:
             return 0, False
         prompt = request.prompt_token_ids or []
         params = request.kv_transfer_params
         matched = self._planning.matched(
-            request.request_id, params, prompt, num_computed_tokens, images, request.cache_salt
+            request.request_id,
+            params,
+            prompt,
+            num_computed_tokens,
+            images,
+            request.cache_salt,
+            _adapter_of(request),
         )
         return matched, matched > 0
 
@@ -411,7 +419,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        images = images_of(request)
+        images = images_of(request, adapters=self._adapters)
         return self._planning.finished(
             request.request_id,
             request.kv_transfer_params,
@@ -421,6 +429,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             block_ids=block_ids,
             whole=_ended_by_itself(request) and images is not None,
             images=images or (),
+            adapter=_adapter_of(request),
         )
 
 
@@ -435,14 +444,23 @@ def _ended_by_itself(request: Request) -> bool:
     return request.status in ENDED_BY_ITSELF
 
 
-def images_of(request: Request) -> tuple[ImageRef, ...] | None:
+def _adapter_of(request: Request) -> str | None:
+    """Return the name of the LoRA adapter that a request is computed with."""
+    return request.lora_request.lora_name if request.lora_request else None
+
+
+def images_of(request: Request, *, adapters: bool = False) -> tuple[ImageRef, ...] | None:
     """Return the images of a request, in order; None if token ids and images do not determine its KV.
 
-    That is the case with other media, prompt embeddings and LoRA adapters. An image is identified as in
-    vLLM's own caches: by the `uuid` it came with, or a hash of its pixels.
+    That is the case with other media and prompt embeddings, and with LoRA adapters beside images, whose
+    encoder they may change. An image is identified as in vLLM's own caches: by the `uuid` it came with, or a
+    hash of its pixels.
+
+    Args:
+        adapters: whether the KV of requests with LoRA adapters may be kept, apart for each.
     """
     features = request.mm_features
-    if request.prompt_embeds is not None or request.lora_request:
+    if request.prompt_embeds is not None or (request.lora_request and (features or not adapters)):
         return None
     if any(feature.modality != "image" for feature in features):
         return None

@@ -175,6 +175,20 @@ class Mixture(BaseModel):
     weights: Annotated[list[Annotated[float, Field(ge=0, le=1)]], Field(min_length=1, max_length=MOST_MIXED)]
 
 
+class UsedAdapter(BaseModel):
+    """The LoRA adapter that a request is computed with, without which its token ids do not determine its KV.
+
+    Attributes:
+        name: as vLLM knows it.
+        digest: BLAKE3 of its configuration and weights, hexadecimal.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    name: Annotated[str, Field(min_length=1, max_length=128)]
+    digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
 class TransferParams(BaseModel):
     """The connector's part of a request's `kv_transfer_params`.
 
@@ -191,6 +205,8 @@ class TransferParams(BaseModel):
             request needs a `cache_salt` of its own.
         least: fewest tokens to save beyond those that the entry `load` holds already; with fewer, nothing is
             saved. Above 0 nobody waits for the save: it leaves room for others.
+        adapter: the LoRA adapter that the request is computed with. Without it such a request neither loads
+            nor saves anything.
         tag: name of the request in outcomes; the gateway sets its request id.
     """
 
@@ -205,12 +221,17 @@ class TransferParams(BaseModel):
     apart: Annotated[str, Field(min_length=16, max_length=128)] | None = None
     mixture: Mixture | None = None
     least: Annotated[int, Field(ge=0)] = 0
+    adapter: UsedAdapter | None = None
     tag: Annotated[str, Field(max_length=64)] | None = None
 
     @property
     def save_key(self) -> str | None:
         """Return the key to save under, a new one if `save` is True; None if nothing is to be saved."""
         return new_key(LOCAL_TENANT) if self.save is True else self.save or None
+
+    def uses(self, adapter: str | None) -> bool:
+        """Return whether a request that vLLM computes with this adapter is the one that they are of."""
+        return adapter == (self.adapter.name if self.adapter is not None else None)
 
     def is_apart(self, salt: str | None) -> bool:
         """Return whether a request with this `cache_salt` shares its KV with no other request."""
@@ -252,6 +273,7 @@ def transfer_params(
     apart: str | None = None,
     mixture: Mapping[str, Any] | None = None,
     least: int | None = None,
+    adapter: Mapping[str, Any] | None = None,
     tag: str | None = None,
 ) -> dict[str, Any]:
     """Return the `kv_transfer_params` of a request that saves an entry, loads one, or both.
@@ -259,7 +281,8 @@ def transfer_params(
     The arguments are the fields of `TransferParams`; None leaves a field out.
     """
     wanted: dict[str, Any] = {"save": save or None, "scope": scope, "load": load, "limit": limit}
-    wanted |= {"moved": list(moved) or None, "apart": apart, "mixture": mixture, "least": least, "tag": tag}
+    wanted |= {"moved": list(moved) or None, "apart": apart, "mixture": mixture, "least": least}
+    wanted |= {"adapter": adapter, "tag": tag}
     return {PARAMS_KEY: {"version": 1} | {name: value for name, value in wanted.items() if value is not None}}
 
 

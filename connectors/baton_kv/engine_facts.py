@@ -58,6 +58,12 @@ def require_supported(
         raise ValueError('baton_kv: set "kv_load_failure_policy": "recompute" in the KV transfer config')
 
 
+def adapters_proved(config: VllmConfig, *, unproven_devices: bool = False) -> bool:
+    """Return whether the KV of requests with LoRA adapters may be kept: on one CPU rank, without drafts."""
+    plain = config.parallel_config.tensor_parallel_size == 1 and config.speculative_config is None
+    return config.lora_config is not None and plain and (current_platform.is_cpu() or unproven_devices)
+
+
 def _unproved_on_gpus(config: VllmConfig, specs: Sequence[Any]) -> list[str]:
     """List the features of a configuration that no run on a GPU has proved; see `docs/results/gpu.md`."""
     images = config.model_config.multimodal_config
@@ -169,7 +175,7 @@ def facts_of(
         "loader": repr(config.load_config.model_loader_extra_config),
         "long_rope": _long_rope(model),
         "images": _image_settings(model),
-    }
+    } | ({"lora": True} if config.lora_config is not None else {})  # its layers are others
 
 
 def _draft_digest(config: VllmConfig, known: KnownDigests | None) -> str | None:

@@ -34,6 +34,16 @@ def moved_fingerprint(fingerprint: str) -> str:
     return blake3(f"{fingerprint} moved".encode()).hexdigest()
 
 
+def adapter_fingerprint(fingerprint: str, name: str, digest: str) -> str:
+    """Return the fingerprint of entries that were computed with a LoRA adapter.
+
+    Args:
+        fingerprint: of the model without it.
+        digest: of the adapter's configuration and weights.
+    """
+    return blake3(f"{fingerprint} adapter {digest} {name}".encode()).hexdigest()
+
+
 def renewed_fingerprint(fingerprint: str) -> str:
     """Return a fingerprint that no other engine has, for weights that may have been replaced since."""
     return blake3(f"{fingerprint} {secrets.token_hex(16)}".encode()).hexdigest()

@@ -25,7 +25,7 @@ from baton_kv.contract import (
     params_to_load,
     parse,
 )
-from baton_kv.fingerprint import moved_fingerprint, renewed_fingerprint
+from baton_kv.fingerprint import adapter_fingerprint, moved_fingerprint, renewed_fingerprint
 from baton_kv.format import ImageRef, Part
 from baton_kv.messages import LoadJob, PlacedMixture, SaveJob, StepJobs
 from baton_kv.plan import LoadPlanner, Plan
@@ -104,6 +104,7 @@ class SchedulerRole:
         computed: int,
         images: Sequence[ImageRef] = (),
         salt: str | None = None,
+        adapter: str | None = None,
     ) -> int:
         """Return the number of tokens beyond `computed` that can be loaded.
 
@@ -115,9 +116,10 @@ class SchedulerRole:
             computed: number of tokens in the engine's prefix cache, whole blocks.
             images: the images in the prompt, in order.
             salt: the request's `cache_salt`.
+            adapter: name of the LoRA adapter that the request is computed with; None: without one.
         """
         if request_id not in self._plans:
-            self._plans[request_id] = self._plan(request_id, params, prompt, images, salt)
+            self._plans[request_id] = self._plan(request_id, params, prompt, images, salt, adapter)
         plan = self._plans[request_id]
         brings = plan.matched - computed if plan is not None else 0
         return 0 if brings < 1 or (computed and brings < MIN_TAIL_TOKENS) else brings
@@ -129,13 +131,15 @@ class SchedulerRole:
         prompt: Sequence[int],
         images: Sequence[ImageRef],
         salt: str | None,
+        adapter: str | None,
     ) -> Plan | None:
         """Plan the load of a request, whose parameters are validated here; None: it loads nothing."""
         wanted = parse(params)
         if wanted is None:
             return None
         # Moved KV of a request that shares its KV would answer others from the prefix cache.
-        if isinstance(wanted, Malformed) or (wanted.moved and not wanted.is_apart(salt)):
+        shares = isinstance(wanted, TransferParams) and wanted.moved and not wanted.is_apart(salt)
+        if isinstance(wanted, Malformed) or shares or not wanted.uses(adapter):
             tag = None if isinstance(wanted, Malformed) else wanted.tag
             failure = TransferFailure.MALFORMED
             self._outcomes.append(TransferOutcome(request_id, "", Transfer.LOOK, tag, failure))
@@ -143,7 +147,19 @@ class SchedulerRole:
         if wanted.load is None:
             return None
         apart = wanted.is_apart(salt)
-        return self._planner.plan(request_id, wanted.load, wanted, prompt, images, apart=apart)
+        planner = self._planner
+        if wanted.adapter is not None:
+            planner = self._new_planner(fingerprint=self._fingerprint_of(wanted))
+        return planner.plan(request_id, wanted.load, wanted, prompt, images, apart=apart)
+
+    def _fingerprint_of(self, wanted: TransferParams) -> str:
+        """Return the fingerprint of a request's KV: with its adapter, if it has one."""
+        used = wanted.adapter
+        return (
+            self._fingerprint
+            if used is None
+            else adapter_fingerprint(self._fingerprint, used.name, used.digest)
+        )
 
     def renew(self) -> None:
         """Use no KV that was saved before, and save none of the requests that have begun.
@@ -227,6 +243,7 @@ class SchedulerRole:
         block_ids: Sequence[Sequence[int]],
         whole: bool,
         images: Sequence[ImageRef] = (),
+        adapter: str | None = None,
     ) -> tuple[bool, dict[str, Any] | None]:
         """Plan the save of a finished request, if the request asked for one.
 
@@ -238,6 +255,7 @@ class SchedulerRole:
             block_ids: the request's blocks of each cache group, in the order of the context.
             whole: whether the request ended by itself and its context is token ids and images alone.
             images: the images in the prompt, in order.
+            adapter: name of the LoRA adapter that the request was computed with; None: without one.
 
         Returns:
             Whether the blocks must be held until the save is reported, and the answer's `kv_transfer_params`.
@@ -256,6 +274,7 @@ class SchedulerRole:
             tokens, kept = tokens[:prompt], min(kept, prompt)
         if wanted.least and kept - (plan.shared if plan is not None else 0) < wanted.least:
             return False, None
+        whole = whole and wanted.uses(adapter)
         blocks = self._blocks_of(block_ids, kept)
         held = [block for ids in block_ids for block in ids if block != NULL_BLOCK]
         if (failure := self._refusal(blocks, kept, held, whole, yields=wanted.least > 0)) is not None:
@@ -263,13 +282,14 @@ class SchedulerRole:
             return False, None
         self._held.hold(request_id, held, yields=wanted.least > 0)
         parts = self._parts_before(plan, key, kept) if plan is not None else ()
+        made_by = self._fingerprint_of(wanted)
         job = SaveJob(
             request_id,
             key,
             tuple(tokens),
             kept,
             blocks,
-            self._fingerprint if wanted.apart is None else moved_fingerprint(self._fingerprint),
+            made_by if wanted.apart is None else moved_fingerprint(made_by),
             draft=secrets.token_hex(16),
             images=tuple(images),
             parts=parts,

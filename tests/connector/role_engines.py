@@ -62,6 +62,7 @@ class Engine:
         blocks: list[int],
         tokens: list[int] = PROMPT,
         images: tuple[ImageRef, ...] = (),
+        adapter: str | None = None,
     ) -> str:
         held, answer = self.scheduler.finished(
             "a",
@@ -72,6 +73,7 @@ class Engine:
             block_ids=(blocks,),
             whole=True,
             images=images,
+            adapter=adapter,
         )
         assert held
         assert answer is not None

@@ -20,6 +20,7 @@ import structlog
 from support.gateways import FakeGateway, run_fake
 from support.raw_requests import TEXT, connect, metric, open_connections, request, rss, talk, wait_for
 
+from baton.engines.adapters import Adapter
 from baton.engines.backend import Json, Operation, Reply, StreamReply
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
 from baton.engines.transfers import TransferChooser, TransferRequest
@@ -70,8 +71,9 @@ class NotingEngine(FakeEngine):
         context: RequestContext,
         transfer: TransferRequest | None = None,
         chooser: TransferChooser | None = None,
+        adapter: Adapter | None = None,
     ) -> Reply:
-        reply = await super().call(operation, body, context, transfer, chooser)
+        reply = await super().call(operation, body, context, transfer, chooser, adapter)
         assert isinstance(reply, StreamReply)
         return replace(reply, events=self._noted(reply.events, body["user"]))
 

@@ -153,6 +153,9 @@ def test_every_flag_of_vllm_s_is_honoured_or_refused_in_one_line(flag: str) -> N
     honoured = built if action.dest in ENGINE else namespace
     if action.dest == "served_model_name":
         assert (engine.name, engine.aliases) == (given[0], tuple(given[1:]))
+    elif action.dest == "lora_modules":
+        assert {name: str(folder) for name, folder in engine.adapters.items()} == {"a": "b"}
+        assert built.enable_lora, "no adapter without it"
     elif action.dest == "model":
         assert engine.model == given
     elif action.dest == "kv_transfer_config":

@@ -200,10 +200,11 @@ class ScriptedEngine(VllmEngine):
         context: RequestContext,
         transfer: Any = None,
         chooser: Any = None,
+        adapter: Any = None,
     ) -> Reply:
         if transfer is not None:
             transfer.report.save_over.set()  # there is no KV to wait for
-        return await super().call(operation, body, context, transfer, chooser)
+        return await super().call(operation, body, context, transfer, chooser, adapter)
 
     def text(self, tokens: Sequence[int]) -> str:
         """What token ids say, special tokens too."""

@@ -46,7 +46,7 @@ class StoredKey(BaseModel):
         id: names the key in `baton keys list` and `revoke`.
         sha256: digest of the key, in hexadecimal.
         created_at: Unix time.
-        operator: whether it may start and stop engines; the file has it only where it may.
+        operator: whether it may also start and stop engines, and change what the gateway serves.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -189,7 +189,7 @@ def create_key(file: Path, tenant: str, *, operator: bool = False) -> str:
     """Add a key for `tenant` and return it; it cannot be shown again.
 
     Args:
-        operator: whether it may start and stop engines.
+        operator: see `StoredKey`.
 
     Raises:
         SettingsError: the tenant's name is reserved or not a plain word, or the file cannot be written.
@@ -242,6 +242,7 @@ def _write(file: Path, keys: list[StoredKey]) -> None:
     descriptor, temporary = tempfile.mkstemp(dir=file.parent, prefix=".keys-")
     try:
         with os.fdopen(descriptor, "w") as stream:
+            # Without defaults, so that an older gateway reads the file.
             json.dump([key.model_dump(exclude_defaults=True) for key in keys], stream, indent=2)
         os.replace(temporary, file)
     except OSError:

@@ -473,8 +473,8 @@ HeaderName = Annotated[str, Field(pattern=r"^[!#$%&'*+.^_`|~0-9A-Za-z-]+$", max_
 
 
 OF_OUR_OWN_ENGINES = (
-    "kv_cache_memory", "gpu_share", "auto", "translate", "latent", "io_processor", "classic_plugin", "args",
-    "serving",
+    "kv_cache_memory", "gpu_share", "auto", "translate", "latent", "io_processor", "classic_plugin",
+    "adapters", "args", "serving",
 )  # fmt: skip
 """Settings of an engine that runs here, which say nothing of another server."""
 
@@ -554,6 +554,13 @@ class EngineSettings(Frozen):
         False,
         description="Whether the plugin was written for vLLM 0.11 to 0.15: it is given what it "
         "imports from there.",
+    )
+    adapters: dict[EngineName, Path] = Field(
+        default_factory=dict,
+        description="LoRA adapters by name, each a folder with `adapter_config.json` and "
+        "`adapter_model.safetensors`: further models on the engine's weights, see "
+        "[Serve LoRA adapters](../how-to/lora-adapters.md). `args.max_loras` bounds how many there may be, "
+        "with those that operators load; unset: these and 4 more.",
     )
     args: dict[str, Any] = Field(
         default_factory=dict, description="Any of vLLM's `AsyncEngineArgs`, by its Python name."
@@ -713,6 +720,11 @@ class EdgeSettings(Frozen):
         False,
         description="Whether browsers send these pages' cookies along, which a proxy before the gateway may "
         "want; the gateway's own keys need it not. Not with the origin `*`.",
+    )
+    mcp: bool = Field(
+        True,
+        description="Whether `/mcp` offers tools by the Model Context Protocol, to whoever may use the "
+        "gateway; see [Use the gateway as tools](../how-to/mcp.md).",
     )
 
     @model_validator(mode="after")

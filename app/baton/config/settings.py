@@ -100,6 +100,11 @@ class Settings(BaseSettings):
         "`0-1|2-3`); `auto`: all that this process may use, divided over the ranks, or `nobind` if "
         "engines have different numbers of ranks; `nobind` binds nothing.",
     )
+    adapters_file: Path | None = Field(
+        None,
+        description="File of the LoRA adapters that operators loaded, which are there again after a restart. "
+        "Gateways that share it share them. Unset: `~/.config/baton/adapters.json`.",
+    )
     drain_delay_s: float = Field(
         0.0,
         ge=0,
@@ -139,6 +144,10 @@ class Settings(BaseSettings):
                 (engine.latent and not engine.handoff, "`latent = true` needs `handoff = true`"),
                 (engine.translate and not engine.handoff, "`translate = true` needs `handoff = true`"),
                 (plugin and engine.runner != "pooling", 'an `io_processor` needs `runner = "pooling"`'),
+                (
+                    engine.adapters and (engine.runner != "generate" or engine.latent),
+                    "`adapters` are for engines that generate, without `latent`",
+                ),
             ):
                 if wrong:
                     raise ValueError(f"engines '{engine.name}': {reason}")
@@ -171,7 +180,7 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _engines_have_unique_names(self) -> Settings:
-        names = [name for engine in self.engines for name in (engine.name, *engine.aliases)]
+        names = [name for engine in self.engines for name in (engine.name, *engine.aliases, *engine.adapters)]
         if not names:
             raise ValueError("engines: name at least one, or leave the key out")
         twice = sorted({name for name in names if names.count(name) > 1})
@@ -239,6 +248,12 @@ class Settings(BaseSettings):
     def keys_file(self) -> Path:
         """Return the file of hashed API keys, which need not exist."""
         file = self.auth.keys_file or user_folder("XDG_CONFIG_HOME", ".config") / "baton/keys.json"
+        return file.expanduser()
+
+    @property
+    def kept_adapters(self) -> Path:
+        """Return the file of the adapters that operators loaded, which need not exist."""
+        file = self.adapters_file or user_folder("XDG_CONFIG_HOME", ".config") / "baton/adapters.json"
         return file.expanduser()
 
     @classmethod

@@ -22,6 +22,7 @@ from baton.config.groups import CPU_KV_CACHE_BYTES, EngineSettings
 from baton.config.settings import Settings, load_settings
 from baton.config.vllm_environment import allocator_remaps, environment_conflicts
 from baton.doctor.findings import Finding
+from baton.engines.adapters import AdapterInvalid, read_adapter
 from baton.engines.elsewhere.client import RemoteClient
 from baton.engines.elsewhere.keys import RemoteKeys
 from baton.engines.elsewhere.server import Look, look
@@ -375,6 +376,16 @@ def _models(settings: Settings) -> Iterator[Finding]:
                 "set `serving.chat_template` to one that writes tools, or `serving.tool_call_parser` to off"
             )
             yield Finding(f"engine {engine.name}", parsers.line(), doubted, mend if doubted else "")
+        for name, folder in engine.adapters.items():
+            yield _adapter(name, folder)
+
+
+def _adapter(name: str, folder: Path) -> Finding:
+    try:
+        adapter = read_adapter(name, folder)
+    except AdapterInvalid as error:
+        return Finding(f"adapter {name}", f"{folder}: {error}", True, "correct `adapters`")
+    return Finding(f"adapter {name}", f"rank {adapter.rank}, digest {adapter.digest[:12]}")
 
 
 def _embedded(store: ModelStore, model: EmbeddedModel) -> Finding:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry
 
+from baton.engines.adapters import Adapter
 from baton.errors import OperationUnsupported
 from baton.telemetry.ids import RequestContext
 
@@ -160,6 +161,16 @@ class Backend(Protocol):
     @property
     def default(self) -> bool:
         """Whether requests that name no model get it, where several engines of its kind could answer."""
+        ...
+
+    @property
+    def base(self) -> str:
+        """The name of the engine of the settings that it is; or of the one that an adapter's runs on."""
+        ...
+
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        """Its LoRA adapters by name, also while it restarts; each is a further model."""
         ...
 
     @property

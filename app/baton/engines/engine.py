@@ -6,8 +6,9 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, cast
 
+from baton.engines.adapters import Adapter
 from baton.engines.backend import Backend, Elsewhere, EngineState, Json, Operation, Reply
 from baton.engines.transfers import Throughput, TransferChooser, TransferRequest
 from baton.images.image import ClientImage, PlacedImage
@@ -160,6 +161,60 @@ class LocalEngine(Backend, Protocol):
         """
         ...
 
+    async def load_adapter(self, adapter: Adapter) -> None:
+        """Load a LoRA adapter, in the place of one of the same name, which running requests go on with.
+
+        Raises:
+            BatonError: the engine takes no adapters, not so many or not this one, or is not running.
+        """
+        ...
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unload an adapter. Running requests go on with it; no other begins.
+
+        Raises:
+            ModelNotFound: it has no adapter of this name.
+        """
+        ...
+
+    async def call(
+        self,
+        operation: Operation,
+        body: Json,
+        context: RequestContext,
+        transfer: TransferRequest | None = None,
+        chooser: TransferChooser | None = None,
+        adapter: Adapter | None = None,
+    ) -> Reply:
+        """Run one operation.
+
+        Args:
+            body: the client's, without the fields that only the gateway may set.
+            transfer: what to load and save, for a request with a handoff.
+            chooser: chooses that for a request without one, once its prompts' token ids are known.
+            adapter: the LoRA adapter that `model` of the body names.
+
+        Raises:
+            BatonError: the engine is not running, cannot do the operation, refused the body, or failed.
+        """
+        ...
+
+
+class AdaptedEngine:
+    """An engine with one of its LoRA adapters: what answers requests whose `model` names the adapter.
+
+    Its name and its weights are the adapter's, so that its handoffs are apart; all else is the engine's.
+    """
+
+    def __init__(self, engine: LocalEngine, adapter: Adapter) -> None:
+        self._engine = engine
+        self._adapter = adapter
+        self.name, self.aliases = adapter.name, ()
+        self.weights = adapter.weights(engine.weights)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
     async def call(
         self,
         operation: Operation,
@@ -168,17 +223,12 @@ class LocalEngine(Backend, Protocol):
         transfer: TransferRequest | None = None,
         chooser: TransferChooser | None = None,
     ) -> Reply:
-        """Run one operation.
+        return await self._engine.call(operation, body, context, transfer, chooser, self._adapter)
 
-        Args:
-            body: the client's, without the fields that only the gateway may set.
-            transfer: what to load and save, for a request with a handoff.
-            chooser: chooses that for a request without one, once its prompts' token ids are known.
 
-        Raises:
-            BatonError: the engine is not running, cannot do the operation, refused the body, or failed.
-        """
-        ...
+def adapted(engine: LocalEngine, adapter: Adapter) -> LocalEngine:
+    """Return an engine with one of its adapters."""
+    return cast(LocalEngine, AdaptedEngine(engine, adapter))  # what it lacks itself is the engine's
 
 
 Engine: TypeAlias = LocalEngine | Elsewhere

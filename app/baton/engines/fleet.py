@@ -18,8 +18,9 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from baton.config.groups import SupervisionSettings
+from baton.engines.adapters import Adapter
 from baton.engines.backend import EngineState
-from baton.engines.engine import Engine, LocalEngine
+from baton.engines.engine import Engine, LocalEngine, adapted
 from baton.errors import (
     LONGEST_WORD,
     BatonError,
@@ -464,8 +465,13 @@ class Fleet:
 
     @property
     def served(self) -> list[str]:
-        """All names and aliases that `pick` accepts, without those that only a pattern fits."""
-        return [*self._supervisors, *self._aliases]
+        """All names and aliases that `pick` accepts, those of adapters too, without those that only a pattern
+        fits."""
+        return [
+            *self._supervisors,
+            *self._aliases,
+            *(name for each in self.engines for name in each.adapters),
+        ]
 
     def named(self, model: str) -> Engine | None:
         """Return the engine whose name, alias or pattern fits `model`."""
@@ -473,7 +479,7 @@ class Fleet:
         return supervisor.engine if supervisor is not None else None
 
     def _named(self, model: str) -> Supervisor | None:
-        found = self._supervisors.get(self._aliases.get(model, model))
+        found = self._supervisors.get(self._aliases.get(model, model)) or self._with_adapter(model)
         if found is None and self._patterns and PATTERNED.fullmatch(model):
             fitting = (name for pattern, name in self._patterns.items() if fnmatchcase(model, pattern))
             found = self._supervisors.get(next(fitting, ""))
@@ -559,7 +565,7 @@ class Fleet:
         await asyncio.gather(*(engine.stop() for engine in self.engines))
 
     def pick(self, model: object, *, pools: bool = False) -> Engine:
-        """Return the ready engine whose name, alias or pattern fits `model`.
+        """Return the ready engine whose name, alias or pattern fits `model`, or that has this adapter.
 
         Args:
             model: the request's `model`; None picks the only engine of its kind, or the default one.
@@ -582,7 +588,54 @@ class Fleet:
             raise ModelNotFound.among(model, self.served)
         if supervisor.state is not EngineState.READY:
             raise supervisor.refusal()
-        return supervisor.engine
+        engine, adapter = supervisor.engine, supervisor.engine.adapters.get(model)
+        return engine if adapter is None or engine.forwarding is not None else adapted(engine, adapter)
+
+    def _with_adapter(self, name: str) -> Supervisor | None:
+        """Return the supervisor of the engine that has an adapter."""
+        return next((each for each in self._supervisors.values() if name in each.engine.adapters), None)
+
+    async def load_adapter(self, adapter: Adapter, engine: str | None, *, replace: bool) -> str:
+        """Load an adapter on an engine; return the engine's name.
+
+        Args:
+            engine: name of the engine; None: the only one that runs here and generates.
+            replace: whether it may take the place of one of its name on that engine.
+
+        Raises:
+            BatonError: the name is taken, or the engine cannot load it.
+        """
+        here = [each for each in self.here if each.generates and engine in (None, each.name, *each.aliases)]
+        if len(here) != 1:
+            names = ", ".join(each.name for each in self.here if each.generates)
+            raise InvalidRequest(
+                f"'model' must name the engine that loads it, one of: {names}.", param="model"
+            )
+        (target,) = here
+        if adapter.name in self.served and not (replace and adapter.name in target.adapters):
+            raise InvalidRequest(
+                f"'lora_name': '{adapter.name}' is served already: choose another name, unload the adapter "
+                "first, or send 'load_inplace' to put this one in its place.",
+                param="lora_name",
+            )
+        await target.load_adapter(adapter)
+        return target.name
+
+    async def unload_adapter(self, name: str) -> str:
+        """Unload an adapter; return the name of its engine.
+
+        Raises:
+            ModelNotFound: no engine has an adapter of this name.
+        """
+        found = next((each for each in self.here if name in each.adapters), None)
+        if found is None:
+            known = [each for engine in self.here for each in engine.adapters]
+            raise ModelNotFound(
+                f"There is no adapter '{name[:LONGEST_WORD]}' here.{did_you_mean(name, known)}",
+                param="lora_name",
+            )
+        await found.unload_adapter(name)
+        return found.name
 
     def metrics_page(self) -> bytes:
         """Return the `/metrics` page: the gateway's series and every engine's."""

@@ -236,14 +236,17 @@ class OriginNotAllowed(ClientError):
 
 
 class OperatorKeyNeeded(ClientError):
-    """The key is no operator's, or there are no keys and the gateway is not on loopback."""
+    """The request changes what the gateway serves or starts and stops engines, and its key is no operator's.
+
+    Nor is anybody without keys, unless the gateway is on loopback.
+    """
 
     code = "operator_key_needed"
     status = 403
     kind = "permission_error"
     default_message = (
-        "Only operators may start and stop engines, and this key is no operator's: whoever runs the gateway "
-        "makes one with `baton keys create TENANT --operator`."
+        "Only operators may start and stop engines and change what the gateway serves, and this key is no "
+        "operator's: whoever runs the gateway makes one with `baton keys create TENANT --operator`."
     )
 
 

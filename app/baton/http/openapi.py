@@ -21,6 +21,7 @@ from baton.engines.backend import Operation
 from baton.engines.vllm_version import installed_vllm, minor_of
 from baton.http.middleware.gate import PUBLIC_PATHS
 from baton.http.request import UPLOAD_TYPES
+from baton.http.routes.adapters import LoadAdapter, UnloadAdapter
 from baton.http.routes.openai import ENGINE_ROUTES
 from baton.library.handoff import HandoffList, HandoffMessages, HandoffObject, HandoffRow
 from baton.relay import asked as header
@@ -62,6 +63,13 @@ HANDOFF_MODELS: dict[str, type[BaseModel]] = {
     "BatonNewHandoff": options.NewHandoff,
     "BatonHandoffChanges": options.HandoffChanges,
 }
+OWN_BODIES: dict[str, type[BaseModel]] = {
+    "/v1/load_lora_adapter": LoadAdapter,
+    "/v1/unload_lora_adapter": UnloadAdapter,
+}
+"""Bodies of the routes for operators."""
+OPERATORS_ONLY = {"403": "The key is no operator's, or a web page of another site sent the request."}
+MESSAGE = {"type": "object", "description": "A JSON-RPC message of the Model Context Protocol."}
 ANSWERS = (HandoffObject, HandoffRow, HandoffList, HandoffMessages)
 HANDOFF_BODIES = {"post": "BatonNewHandoff", "patch": "BatonHandoffChanges"}
 BINARY = {"schema": {"type": "string", "format": "binary"}}
@@ -218,8 +226,19 @@ def _add_schemas(openapi: dict[str, Any]) -> None:
             if path == "/v1/events":
                 _add_errors(responses, {status: OPERATION_ERRORS[status] for status in ("429", "503")})
                 responses["200"]["content"] = {"text/event-stream": {"schema": EVENT_SCHEMA}}
+            if (body := OWN_BODIES.get(path)) is not None:
+                _take(operation, body.model_json_schema())
+                _add_errors(responses, OPERATION_ERRORS | OPERATORS_ONLY)
+            if path == "/mcp":
+                _take(operation, MESSAGE)
+                responses["200"]["content"] = {"application/json": {"schema": MESSAGE}}
+                _add_errors(responses, OPERATION_ERRORS)
             if path.startswith("/v1/handoffs"):
                 _describe_handoffs(path, method, operation)
+
+
+def _take(operation: dict[str, Any], schema: dict[str, Any]) -> None:
+    operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
 
 
 def _describe(operation: dict[str, Any], name: Operation, schemas: dict[str, Any]) -> None:
@@ -231,7 +250,7 @@ def _describe(operation: dict[str, Any], name: Operation, schemas: dict[str, Any
         _add_errors(operation["responses"], HANDOFF_ERRORS)
     if name is Operation.COMPLETIONS:
         request = {"allOf": [*request["allOf"], PROMPT_IMAGES]}
-    operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": request}}}
+    _take(operation, request)
     content: dict[str, Any] = {"application/json": {"schema": schemas["response"]}}
     if name in STREAMING:
         content["text/event-stream"] = {"schema": EVENT_SCHEMA}
@@ -273,8 +292,7 @@ def _describe_handoffs(path: str, method: str, operation: dict[str, Any]) -> Non
         if status in responses:
             responses[status]["content"] = content
     if (body := HANDOFF_BODIES.get(method)) is not None:
-        schema = {"$ref": f"#/components/schemas/{body}"}
-        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+        _take(operation, {"$ref": f"#/components/schemas/{body}"})
         _add_errors(responses, OPERATION_ERRORS | HANDOFF_ERRORS)
 
 

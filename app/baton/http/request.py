@@ -18,7 +18,7 @@ from baton.admission.tenants import Admission, Ticket
 from baton.config.groups import LimitSettings
 from baton.config.settings import Settings
 from baton.engines.fleet import Fleet
-from baton.errors import BatonError, GatewayOverloaded, UnsupportedMediaType
+from baton.errors import BatonError, GatewayOverloaded, OperatorKeyNeeded, UnsupportedMediaType
 from baton.http.body.json import is_small, parse_object
 from baton.http.body.trial import TrialCompiler
 from baton.images.reader import ImageReader
@@ -68,6 +68,7 @@ class RequestState:
         error_reason: reason of that error, a label of the metric of rejections.
         large: work on its body is done in threads, however small the body is that was sent.
         send: sends ASGI messages to the server, past all middleware.
+        operator: its key is an operator's; without keys, it came from this machine.
     """
 
     context: RequestContext
@@ -80,6 +81,7 @@ class RequestState:
     error_reason: str | None = None
     large: bool = False
     send: Send | None = None
+    operator: bool = False
 
     def note(self, error: BatonError) -> None:
         """Note the error that the request is answered with.
@@ -103,6 +105,16 @@ def state_of(scope: Scope) -> RequestState:
 def context_of(request: Request) -> RequestContext:
     """Return the client and the ids of a request."""
     return state_of(request.scope).context
+
+
+def require_operator(request: Request) -> None:
+    """Refuse a request that is not an operator's.
+
+    Raises:
+        OperatorKeyNeeded: its key is another one's, or there are no keys and the port is open to others.
+    """
+    if not state_of(request.scope).operator:
+        raise OperatorKeyNeeded()
 
 
 class Drain:

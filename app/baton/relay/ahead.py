@@ -180,7 +180,7 @@ class JoinsAhead:
         sources = await self._translations.sources(engine, context, records, where=FIELD)
         ticket = Ticket()
         try:
-            await self._admission.enter(ticket, context.tenant, engine.name)
+            await self._admission.enter(ticket, context.tenant, engine.base)
             await self._require_there(target, records)  # it may have waited for long
             body = {"model": engine.name}
             planned = await self._plans.open_new(engine, body, context, options, sources, target=target)

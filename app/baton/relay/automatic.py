@@ -280,7 +280,7 @@ class AutomaticHandoffs:
         self, engine: LocalEngine, operation: Operation, body: Json, tenant: str
     ) -> AutomaticRequest | None:
         """Make the chooser of transfers for a request that names no handoff; None: nothing is automatic."""
-        mode = self.modes.get(engine.name, self.settings.auto)
+        mode = self.modes.get(engine.base, self.settings.auto)
         if mode == "off" or not engine.supports_handoffs or operation not in OPERATIONS:
             return None
         if body.get("use_beam_search"):  # each of its steps is a request to the engine

@@ -22,7 +22,7 @@ from baton.relay.join import JoinedContext, Part, continued_parts, join, require
 from baton.relay.move import moved_parts, require_usable_with_moves
 from baton.relay.prompt.chat import ContextPrompt, Writer, write_prompt
 from baton.relay.run import JoinedPart, PlannedRequest
-from baton.relay.sources import Source
+from baton.relay.sources import Source, has_kv_of
 from baton.telemetry.ids import RequestContext
 from baton.telemetry.metrics import HandoffMetrics
 from baton_kv.contract import MovedPart
@@ -116,7 +116,7 @@ async def parts_in_order(
     continued = await in_own_thread(continued_parts, parts)
 
     def worth(part: Part) -> tuple[bool, bool, float, int]:
-        loads = part.record.exact or options.join == "moved"
+        loads = has_kv_of(part.record, engine) and (part.record.exact or options.join == "moved")
         saving = cost.saving(engine, part.record) if loads else 0.0
         return part.must_be_first, part.where not in continued, saving, len(part.record.tokens)
 
@@ -259,12 +259,15 @@ class Plans:
             prompt = prompt.with_latent_steps(wanted.latent_steps, engine.placeholder)
         if wanted.save is not None:
             _require_light_images(prompt.images, self.settings)
-        decision = self._decide(engine, wanted.may_load, prompt)
+        stored = wanted.may_load
+        if stored is not None and not has_kv_of(stored, engine):
+            stored = None
+        decision = self._decide(engine, stored, prompt)
         moved = self._moved(engine, wanted, prompt, ends, decision)
         target = self._register(engine, context, wanted)
         load = key_for_engine(source, decision, target)
         in_order = [part for part in moved if part is not None]
-        salt = salt_of(wanted.may_load, in_order)
+        salt = salt_of(stored, in_order)
         transfer = TransferRequest(
             prompt.tokens,
             prompt.images,
@@ -304,7 +307,9 @@ class Plans:
         """Return for each part what is moved of it: nothing where computing all of it is faster."""
         loads = decision is not None and decision.choice is Choice.LOAD
         if wanted.moves and loads and prompt.tokens and self.cost.moves(engine, ends[-1] - ends[0]):
-            return moved_parts(prompt.tokens, wanted.parts, ends)
+            found = moved_parts(prompt.tokens, wanted.parts, ends)
+            parts = zip(found, wanted.parts, strict=True)
+            return [each if has_kv_of(part.record, engine) else None for each, part in parts]
         return [None] * len(ends)
 
     async def _write(

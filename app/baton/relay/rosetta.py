@@ -188,7 +188,7 @@ class Rosetta:
         body |= {"logprobs": LIKELIEST, "return_tokens_as_token_ids": True}
         ticket, own = Ticket(), replace(context, request_id=new_request_id())
         try:
-            await self.admission.enter(ticket, context.tenant, engine.name)
+            await self.admission.enter(ticket, context.tenant, engine.base)
             reply = await engine.call(Operation.COMPLETIONS, body, own, transfer)
         except InvalidRequest as error:
             if "logprobs" not in error.message:

@@ -29,7 +29,7 @@ from baton.relay.report import (
     source_outcome,
     without_keys,
 )
-from baton.relay.sources import Translated
+from baton.relay.sources import Translated, has_kv_of
 from baton.telemetry.ids import RequestContext
 from baton.telemetry.metrics import HandoffMetrics
 from baton_kv.contract import MovedPart
@@ -330,6 +330,8 @@ class PlannedRequest:
         """Return `handoff.source`, and count it in the metrics."""
         report, metrics = self.transfer.report, self.metrics
         shown = source_outcome(source, report, self.decision) | {"exact": self.exact}
+        if shown["reason"] is not None and not has_kv_of(source, self.engine):
+            shown["reason"] = "other_adapter"
         if not self.exact:
             shown |= {"outcome": "blended", "reason": None}
         if self.translated is not None:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 
+from baton.engines.adapters import base_of
 from baton.engines.backend import Json
 from baton.engines.engine import LocalEngine
 from baton.errors import BatonError, HandoffIncompatible, HandoffNotFound, HandoffPending
@@ -59,8 +60,13 @@ class Source:
 
 
 def is_compatible(record: Handoff, engine: LocalEngine) -> bool:
-    """Return whether an engine can continue a handoff as it is."""
+    """Return whether an engine can continue a handoff as it is: its token ids, if not its KV."""
     return why_incompatible(record, engine) is None
+
+
+def has_kv_of(record: Handoff, engine: LocalEngine) -> bool:
+    """Return whether a handoff's KV, if it is stored, is what an engine would compute: of its adapter too."""
+    return record.weights == engine.weights
 
 
 def require_compatible(record: Handoff, engine: LocalEngine) -> None:
@@ -76,7 +82,7 @@ def require_compatible(record: Handoff, engine: LocalEngine) -> None:
 
 def why_incompatible(record: Handoff, engine: LocalEngine) -> str | None:
     """Return why an engine cannot continue a handoff; None: it can."""
-    if record.weights != engine.weights:
+    if base_of(record.weights) != base_of(engine.weights):
         return (
             f"The handoff of the model '{record.model}' cannot be continued by '{engine.name}': their "
             'weights differ. Ask an engine of the same weights, or continue its text with "translate": true.'

@@ -15,6 +15,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 
 from baton.admission.tenants import Admission, Ticket
+from baton.engines.adapters import base_of
 from baton.engines.backend import EngineState, Json
 from baton.engines.engine import LocalEngine
 from baton.errors import BatonError, HandoffIncompatible, HandoffNotFound
@@ -201,8 +202,12 @@ class Translations:
         return await self._make(engine, context, record, prompt, save)
 
     async def _spoken(self, context: RequestContext, record: Handoff) -> Spoken:
-        """Read what a handoff says, with an engine of its weights."""
-        theirs = [each for each in self._engines if each.weights == record.weights]
+        """Read what a handoff says, with an engine of its weights.
+
+        Raises:
+            HandoffIncompatible: no engine here has its tokenizer.
+        """
+        theirs = [each for each in self._engines if each.weights == base_of(record.weights)]
         if not theirs:
             raise HandoffIncompatible(
                 f"The handoff of the model '{record.model}' cannot be translated: no engine here serves that "
@@ -236,7 +241,7 @@ class Translations:
         save = save.model_copy(update={"ttl_s": min(save.ttl_s or left, left), "scope": "prompt"})
         ticket = Ticket()
         try:
-            await self._admission.enter(ticket, context.tenant, engine.name)
+            await self._admission.enter(ticket, context.tenant, engine.base)
             if record not in self._handoffs:
                 raise HandoffNotFound()
             planned = self._plans.open_translation(engine, context, record, prompt, save)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 import structlog
@@ -18,6 +19,7 @@ from baton.admission.breaker import Breaker
 from baton.admission.fair_threads import in_own_thread
 from baton.config.groups import EngineSettings
 from baton.config.settings import Settings, is_loopback
+from baton.engines.adapters import Adapter
 from baton.engines.backend import EngineState, ImageInput, Json, Report
 from baton.engines.elsewhere.client import RemoteClient
 from baton.engines.elsewhere.keys import RemoteKeys
@@ -67,6 +69,8 @@ class RemoteEngine:
     def __init__(self, settings: EngineSettings, *, tenants: bool) -> None:
         self._settings = settings
         self.name, self.aliases, self.default = settings.name, settings.aliases, settings.default
+        self.base = settings.name
+        self.adapters: Mapping[str, Adapter] = {}
         self.generates, self.supports_handoffs = settings.runner == "generate", settings.handoff
         self.images = ImageInput(limit=ALL_IMAGES if settings.remote.images else 0)
         self.memory_bytes = None

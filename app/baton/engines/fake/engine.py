@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 from prometheus_client import CollectorRegistry, Counter
 
+from baton.engines.adapters import Adapter
 from baton.engines.backend import (
     EngineState,
     ImageInput,
@@ -101,6 +102,8 @@ class FakeEngine:
         rounding_nats: see `LocalEngine.rounding_nats`.
         longest_step_s: see `LocalEngine.longest_step_s`.
         slots: what a request waits for before the engine works on it.
+        adapters: see `LocalEngine.adapters`; none of them changes an answer.
+        adapted: the adapter of each request so far.
     """
 
     name: str
@@ -134,6 +137,8 @@ class FakeEngine:
     slots: contextlib.AbstractAsyncContextManager[None] = field(init=False)
     context_tokens: ClassVar[int] = MAX_MODEL_LEN
     forwarding: ClassVar[None] = None
+    adapters: dict[str, Adapter] = field(default_factory=dict)
+    adapted: list[Adapter | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._tokens = Counter(
@@ -144,6 +149,11 @@ class FakeEngine:
         ).labels(self.name, "0")
         slots = self.behaviour.slots
         self.slots = asyncio.Semaphore(slots) if slots else contextlib.nullcontext()
+
+    @property
+    def base(self) -> str:
+        """See `LocalEngine.base`."""
+        return self.name
 
     @property
     def generates(self) -> bool:
@@ -208,7 +218,8 @@ class FakeEngine:
                 "max_model_len": self.context_tokens,
                 "capabilities": self._capabilities(),
             }
-            for name in (self.name, *self.aliases)
+            | ({"parent": self.name} if name in self.adapters else {})
+            for name in (self.name, *self.aliases, *self.adapters)
             if "*" not in name
         ]
 
@@ -218,6 +229,12 @@ class FakeEngine:
         found = {"generate": True, "vision": self.images.limit > 0, "handoffs": self.supports_handoffs}
         return [word for word, can in found.items() if can]
 
+    async def load_adapter(self, adapter: Adapter) -> None:
+        self.adapters[adapter.name] = adapter
+
+    async def unload_adapter(self, name: str) -> None:
+        del self.adapters[name]
+
     async def call(
         self,
         operation: Operation,
@@ -225,7 +242,9 @@ class FakeEngine:
         context: RequestContext,
         transfer: TransferRequest | None = None,
         chooser: TransferChooser | None = None,
+        adapter: Adapter | None = None,
     ) -> Reply:
+        self.adapted.append(adapter)
         if transfer is not None:
             self.transfers.append(transfer)
         transfer = transfer or TransferRequest()

@@ -6,11 +6,13 @@ import contextlib
 import dataclasses
 from argparse import Namespace
 from importlib.util import find_spec
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ValidationError
-from vllm.config import KVTransferConfig, StructuredOutputsConfig
+from vllm.config import KVTransferConfig, LoRAConfig, StructuredOutputsConfig
+from vllm.config.lora import MaxLoRARanks
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.reasoning import ReasoningParserManager
@@ -20,8 +22,10 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from baton.config.groups import CPU_KV_CACHE_BYTES, EngineSettings
 from baton.config.settings import nearest
+from baton.engines.adapters import Adapter
 from baton.engines.hardware import dtype_for, read_processor
 from baton.engines.scrub import WRONG_KIND, scrub
+from baton.engines.vllm.lora import spare_slots
 from baton.errors import SettingsError
 from baton.models.catalog import EMBEDDED
 from baton.models.parsers import REASONING_PARSER, TOOL_PARSER, parsers_of, serving_of
@@ -60,6 +64,7 @@ NOT_HONOURED = {
     "allowed_media_domains": "Baton fetches images itself; set `images.allowed_hosts`",
     "data_parallel_backend": "Baton starts no engine through Ray; scale by replicas of the gateway instead, "
     "`serve run baton.ray:app replicas=N`",
+    "default_mm_loras": "an adapter answers where `model` names it; set the engine's `adapters`",
     "data_parallel_multi_port_external_lb": "Baton serves all engines on one port",
     "elastic_ep_max_dp_size": RANKS_STAY,
     "enable_elastic_ep": RANKS_STAY,
@@ -88,6 +93,11 @@ RAY_EXECUTOR = (
     "replicas of the gateway, `serve run baton.ray:app replicas=N`"
 )
 """Why Ray's `distributed_executor_backend` is refused: no gateway could end its workers."""
+
+MORE_ADAPTERS = 4
+"""LoRA adapters that an engine may hold beside those of its settings, unless these say otherwise."""
+RANKS: tuple[int, ...] = get_args(MaxLoRARanks)
+DEFAULT_RANK = LoRAConfig.max_lora_rank
 
 SERVING_OPTIONS = (
     "anthropic_disabled_thinking_effort",
@@ -122,6 +132,7 @@ def engine_args(
     *,
     gpu_share: float | None = None,
     own_process: bool = True,
+    adapters: Sequence[Adapter] = (),
 ) -> AsyncEngineArgs:
     """Build vLLM's arguments for one engine.
 
@@ -130,6 +141,7 @@ def engine_args(
         gpu_share: share of its GPUs' memory, see `gpu_shares`; None: vLLM's default. Not read on a CPU.
         own_process: whether the model of a CPU engine of one rank runs in a process beside the core's, as
             vLLM has it there; else in the core's, as on a GPU.
+        adapters: the LoRA adapters that it begins with.
 
     Raises:
         SettingsError: an argument is unknown to vLLM, is set elsewhere, is not supported, or vLLM refuses its
@@ -140,7 +152,7 @@ def engine_args(
     if current_platform.is_cpu() and not own_process:
         # The class: vLLM's CPU platform replaces the string "uni", as a spawned core's OpenMP is not bound.
         args.setdefault("distributed_executor_backend", UniProcExecutor)
-    args |= _reasoning_options(settings, model)
+    args |= _reasoning_options(settings, model) | _adapter_args(settings, adapters)
     if settings.kv_cache_memory is not None:
         args["kv_cache_memory_bytes"] = int(settings.kv_cache_memory)
     if dtype := processor_dtype(settings, model):
@@ -186,6 +198,32 @@ def _build(settings: EngineSettings, model: str, args: dict[str, Any]) -> AsyncE
         if reason == WRONG_KIND:  # that text is for clients
             reason = "one of them has a value of the wrong type"
         raise SettingsError(f"engines '{settings.name}': args: vLLM refuses them: {reason}") from None
+
+
+def _adapter_args(settings: EngineSettings, adapters: Sequence[Adapter]) -> dict[str, Any]:
+    """Return the arguments of an engine that takes LoRA adapters; none for one that takes none.
+
+    Raises:
+        SettingsError: there are more adapters than `args.max_loras` allows.
+    """
+    args = settings.args
+    if not settings.adapters and not args.get("enable_lora"):
+        return {}
+    most = args.get("max_loras") or len(settings.adapters) + MORE_ADAPTERS
+    if len(settings.adapters) > most:
+        raise SettingsError(
+            f"engines '{settings.name}': args.max_loras: {most}, and there are {len(settings.adapters)} "
+            "`adapters`"
+        )
+    slots = most + spare_slots()
+    rank = max([DEFAULT_RANK, *(each.rank for each in adapters)])
+    return {
+        "enable_lora": True,
+        "max_loras": slots,
+        "max_cpu_loras": max(slots, args.get("max_cpu_loras") or 0),
+        "max_lora_rank": args.get("max_lora_rank")
+        or min((each for each in RANKS if each >= rank), default=rank),
+    }
 
 
 def _check_names(settings: EngineSettings) -> None:

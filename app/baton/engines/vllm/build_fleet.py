@@ -16,6 +16,7 @@ from baton.config.environment import cores
 from baton.config.gpu_memory import gpu_shares
 from baton.config.groups import CPU_KV_CACHE_BYTES, MIB, EngineSettings
 from baton.config.settings import Settings
+from baton.engines.adapters import Adapter, AdapterInvalid, KeptAdapters, read_adapter
 from baton.engines.engine import Engine
 from baton.engines.fleet import Fleet
 from baton.engines.hardware import read_processor
@@ -24,6 +25,7 @@ from baton.engines.vllm.arguments import processor_dtype
 from baton.engines.vllm.engine import VllmEngine
 from baton.engines.vllm.engine_thread import Starts, fork_cores, inspect_models_here
 from baton.engines.vllm_version import is_cpu_build
+from baton.errors import SettingsError
 from baton.models.parsers import fetch_descriptions
 from baton.telemetry.memory import MemoryReader
 
@@ -71,6 +73,7 @@ def build_fleet(
             gpu_share=shares.get(engine.name),
             last_words=last_words,
             resume_s=settings.supervision.resume_s,
+            adapters=adapters_of(settings, engine),
         )
         for engine in settings.own_engines
     ]
@@ -83,6 +86,35 @@ def build_fleet(
         shared_registries=(REGISTRY,),
         at_once=_starts_at_once(settings, models) if server is not None else 1,
     )
+
+
+def adapters_of(settings: Settings, engine: EngineSettings) -> list[Adapter]:
+    """Read the LoRA adapters that an engine begins with: of its settings, and those that operators loaded.
+
+    Raises:
+        SettingsError: one of the settings cannot be used, or the list of the others cannot be read.
+    """
+    found = []
+    for name, folder in engine.adapters.items():
+        try:
+            found.append(read_adapter(name, folder))
+        except AdapterInvalid as error:
+            raise SettingsError(f"engines '{engine.name}': adapters.{name}: {folder}: {error}") from None
+    if not engine.adapters and not engine.args.get("enable_lora"):
+        return []
+    try:
+        kept = KeptAdapters(settings.kept_adapters).read()
+    except AdapterInvalid as error:
+        raise SettingsError(f"adapters_file: {error}") from None
+    taken = {name for each in settings.engines for name in (each.name, *each.aliases, *each.adapters)}
+    for entry in (each for each in kept if each.engine == engine.name):
+        try:
+            if entry.name in taken:
+                raise AdapterInvalid("the settings give its name to another model")
+            found.append(read_adapter(entry.name, entry.path))
+        except AdapterInvalid as error:
+            structlog.get_logger("baton.engine").error("adapter_lost", adapter=entry.name, cause=str(error))
+    return found
 
 
 def _starts_at_once(settings: Settings, models: Mapping[str, str]) -> int:

@@ -27,15 +27,25 @@ from baton.engines.json_schemas import not_held
 from baton.engines.transfers import TransferChooser, TransferReport, TransferRequest
 from baton.engines.vllm.errors import translate
 from baton.engines.vllm.images import Sent, hashes_of, image_positions, stray_placeholders
-from baton.errors import BatonError, ContextTooLong, GenerationFailed, InvalidRequest, Unprocessable
+from baton.engines.vllm.lora import Loaded, held
+from baton.errors import (
+    BatonError,
+    ContextTooLong,
+    EngineUnavailable,
+    GenerationFailed,
+    InvalidRequest,
+    Unprocessable,
+)
 from baton.telemetry.ids import CUT_HEADER, RESUMED_HEADER, UNHELD_HEADER, RequestContext
 from baton_kv.contract import PARAMS_KEY, transfer_params
 
 if TYPE_CHECKING:
     from vllm.logprobs import Logprob
+    from vllm.lora.request import LoRARequest
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    from baton.engines.adapters import Adapter
     from baton.engines.vllm.custom_tools import InputGrammar, ToolNames
     from baton.engines.vllm.images import ImagePrompts
     from baton.engines.vllm.resume import Streams
@@ -205,6 +215,7 @@ class Call:
         ended: why each of the answers ended, by its index.
         cut: whether one of them was cut, by a limit or by a stop string.
         unclosed: whether the cut was within a call of a tool.
+        adapter: the LoRA adapter that the request is computed with; None: none.
     """
 
     context: RequestContext
@@ -226,6 +237,7 @@ class Call:
     ended: dict[int, str] = field(default_factory=dict)
     cut: bool = False
     unclosed: bool = False
+    adapter: Loaded | None = None
 
     async def watch(
         self,
@@ -292,7 +304,8 @@ class Call:
         if transfer is not None and transfer.moves_kv:
             self.expect(tag, transfer)
             extra = sampling_params.extra_args or {}
-            sampling_params.extra_args = extra | {"kv_transfer_params": _transfer_params(transfer, tag)}
+            used = self.adapter.adapter if self.adapter is not None else None
+            sampling_params.extra_args = extra | {"kv_transfer_params": _transfer_params(transfer, tag, used)}
         return transfer
 
     def _can_note(self, sampling_params: Any) -> bool:
@@ -366,6 +379,7 @@ class WatchedClient:
         if call.constrained:
             _note_unheld(call, sampling_params.structured_outputs)
         self._refuse_no_token(call, sampling_params)
+        _require_adapter(call, kwargs.get("lora_request"))
         _refuse_latent_placeholders(call, prompt)
         _require_prompt(call, prompt)
         if call.asked is not None:
@@ -380,12 +394,13 @@ class WatchedClient:
             outputs = self._generate_with_images(call, transfer, prompt, sampling_params, *args, **kwargs)
             outputs = _after_trial(call, sampling_params, outputs)
             sent = self._sent([each.image.digest for each in transfer.images])
-            return call.watch(outputs, sent, transfer, text)
+            return call.watch(held(call.adapter, outputs), sent, transfer, text)
         _require_read_images(call, prompt)
         _refuse_image_placeholders(call, prompt)
         outputs = self._stream(call, transfer, salted(prompt, call.salt), sampling_params, *args, **kwargs)
         outputs = _after_trial(call, sampling_params, outputs)
-        return call.watch(outputs, self._sent(hashes_of(prompt)), transfer, text)
+        sent = self._sent(hashes_of(prompt))
+        return call.watch(held(call.adapter, outputs), sent, transfer, text)
 
     def _refuse_no_token(self, call: Call, params: SamplingParams) -> None:
         """Refuse constraints that can leave no token, where vLLM would answer with token 0 again and again.
@@ -505,9 +520,10 @@ def failed(output: Any) -> bool:
     return "error" in reasons or getattr(output, "error", None) is not None
 
 
-def _transfer_params(transfer: TransferRequest, tag: str) -> dict[str, Any]:
+def _transfer_params(transfer: TransferRequest, tag: str, adapter: Adapter | None) -> dict[str, Any]:
     """Return the transfer in the connector's terms."""
     return transfer_params(
+        adapter={"name": adapter.name, "digest": adapter.digest} if adapter is not None else None,
         save=transfer.save or False,
         scope="prompt" if transfer.prompt_only else None,
         load=transfer.load,
@@ -518,6 +534,21 @@ def _transfer_params(transfer: TransferRequest, tag: str) -> dict[str, Any]:
         least=transfer.least or None,
         tag=tag,
     )
+
+
+def _require_adapter(call: Call, used: LoRARequest | None) -> None:
+    """Check that vLLM computes with the adapter whose KV the request may load and save.
+
+    Raises:
+        EngineUnavailable: the adapter was replaced since the request came.
+        GenerationFailed: it would compute with another one; nothing is computed.
+    """
+    wanted = call.adapter.request.lora_int_id if call.adapter is not None else None
+    if (used.lora_int_id if used is not None else None) != wanted:
+        if call.adapter is not None and call.adapter.leaves:
+            raise EngineUnavailable("The LoRA adapter was replaced as the request began; try again.")
+        log.error("adapter_not_used", wanted=wanted)
+        raise GenerationFailed()
 
 
 def _require_prompt(call: Call, prompt: Any) -> None:

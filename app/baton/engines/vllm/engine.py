@@ -16,6 +16,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from baton.admission.fair_threads import in_own_thread
 from baton.config.groups import EngineSettings
+from baton.engines.adapters import Adapter, AdapterInvalid, read_adapter
 from baton.engines.backend import EngineState, ImageInput, Json, Operation, Reply, Report, unsupported
 from baton.engines.engine import LOOK_EVERY_S, Plugin
 from baton.engines.scrub import scrub
@@ -39,11 +40,14 @@ from baton.engines.vllm.handlers import (
     within_context,
 )
 from baton.engines.vllm.images import ImagePrompts, confirm_before_reuse, image_input
+from baton.engines.vllm.lora import LoadedAdapters, most_adapters
 from baton.engines.vllm.plugins import chosen_plugin, close_plugin, encode_prompt, make_plugin, plugin_params
 from baton.engines.vllm.resume import Streams
 from baton.engines.vllm.series import EngineSeries, StepListeners
 from baton.errors import (
     EngineUnavailable,
+    InvalidRequest,
+    ModelNotFound,
     PluginFailed,
     StartError,
 )
@@ -147,6 +151,7 @@ class Running:
         image_prompts: puts placeholder tokens of images into prompts.
         plugin: the IO processor plugin that answers `/pooling`; None: vLLM does.
         special_tokens: see `LocalEngine.special_tokens`.
+        adapters: the LoRA adapters that it holds.
     """
 
     client: AsyncLLM
@@ -155,6 +160,7 @@ class Running:
     image_prompts: ImagePrompts
     plugin: Plugin | None
     special_tokens: frozenset[int]
+    adapters: LoadedAdapters
 
 
 class VllmEngine:
@@ -166,6 +172,7 @@ class VllmEngine:
         gpu_share: share of its GPUs' memory; None: vLLM's default.
         last_words: returns the cause that a dead engine process printed, if one can be found.
         resume_s: seconds that a request waits for an engine to go on at once this one is lost; 0: it fails.
+        adapters: the LoRA adapters that it begins with.
 
     Attributes:
         peers: engines of the same weights and arguments, at which requests may go on.
@@ -182,11 +189,14 @@ class VllmEngine:
         gpu_share: float | None = None,
         last_words: Callable[[], str | None] = lambda: None,
         resume_s: float = 0,
+        adapters: Sequence[Adapter] = (),
     ) -> None:
         self._resume_s = resume_s
         self.peers: Sequence[VllmEngine] = ()
         self._settings = settings
         self.name, self.aliases, self.default = settings.name, settings.aliases, settings.default
+        self.base = settings.name
+        self.adapters = {each.name: each for each in adapters}
         self.generates, self.supports_handoffs = settings.runner == "generate", settings.handoff
         self.translates = settings.translate
         self.forwarding = None
@@ -194,7 +204,12 @@ class VllmEngine:
         self._starts = starts
         self._forked = starts.server is not None and settings.forkable
         self._args = arguments.engine_args(
-            settings, model, transfer, gpu_share=gpu_share, own_process=not self._forked
+            settings,
+            model,
+            transfer,
+            gpu_share=gpu_share,
+            own_process=not self._forked,
+            adapters=adapters,
         )
         self.placeholder = arguments.placeholder_of(self._args) if settings.latent else None
         self.rosetta_pairs = arguments.rosetta_pairs(self._args, settings.name)
@@ -278,7 +293,34 @@ class VllmEngine:
         return self._running
 
     def cards(self) -> list[Json]:
-        return self._cards
+        base = next((card for card in self._cards if card["id"] == self.name), {})
+        adapted = ({"id": name, "root": name, "parent": self.name} for name in self.adapters if base)
+        return [*self._cards, *(base | card for card in adapted)]
+
+    async def load_adapter(self, adapter: Adapter) -> None:
+        held = self._require_running().adapters
+        self.adapters[adapter.name] = await held.load(adapter)
+
+    async def unload_adapter(self, name: str) -> None:
+        if self.adapters.pop(name, None) is None:
+            raise ModelNotFound(f"There is no adapter '{name}' here.", param="lora_name")
+        if self._running is not None:
+            self._running.adapters.unload(name)
+
+    async def _load_adapters(self, running: Running) -> None:
+        """Load the adapters into an engine that starts, as their files are now.
+
+        One that cannot be loaded any more is left out, but of the first start, which it ends.
+        """
+        for name, known in list(self.adapters.items()):
+            try:
+                read = await in_own_thread(read_adapter, name, known.path)
+                self.adapters[name] = await running.adapters.load(read)
+            except (AdapterInvalid, InvalidRequest) as error:
+                if not self._cards and name in self._settings.adapters:
+                    raise StartError(f"engines '{self.name}': adapters.{name}: {error}") from None
+                self._log.error("adapter_lost", adapter=name, cause=str(error))
+                del self.adapters[name]
 
     async def start(self, report: Report) -> None:
         self._state = EngineState.STARTING
@@ -308,6 +350,7 @@ class VllmEngine:
         self._opened.callback(_end_requests, self._running.client)
         cards = await self._running.serving.cards()
         told = {"capabilities": self._capabilities(self._running)} | self._parsers.cards()
+        await self._load_adapters(self._running)
         self._cards = [card | told for card in cards]
         if self._args.worker_extension_cls == MOVES_EXTENSION:
             self.moves_unsupported = await enable_moves(self._running.client)
@@ -349,8 +392,9 @@ class VllmEngine:
         streams = self._streams_of(client)
         watched = WatchedClient(client, image_prompts, audited_tokens(client), streams)
         serving = await handlers.Handlers.build(watched, self._namespace, plugin=plugin is not None)
+        adapters = LoadedAdapters(client, serving.adapters, most_adapters(client.vllm_config))
         special = special_tokens(client.renderer.tokenizer)
-        return Running(client, streams, serving, image_prompts, plugin, special)
+        return Running(client, streams, serving, image_prompts, plugin, special, adapters)
 
     def _streams_of(self, client: AsyncLLM) -> Streams | None:
         return Streams(client, self._find_again, self._watch.add, self._transfers.resumed)
@@ -433,10 +477,14 @@ class VllmEngine:
     def forget_prefixes(self) -> None:
         self._forgotten += 1
 
-    def _salt_of(self, tenant: str, apart: str | None = None) -> str | None:
-        """Return the prefix-cache salt of a tenant's requests; another one since prefixes were forgotten."""
+    def _salt_of(self, tenant: str, apart: str | None = None, adapter: Adapter | None = None) -> str | None:
+        """Return the prefix-cache salt of a tenant's requests; another one since prefixes were forgotten.
+
+        vLLM itself keeps adapters apart by their names and folders, not by what was in them.
+        """
         salt = self._salt(tenant)
         salt = f"{salt or ''}.{self._forgotten}" if self._forgotten else salt
+        salt = f"{salt or ''}+{adapter.name}:{adapter.digest}" if adapter is not None else salt
         return salt if apart is None else f"{salt or ''}/{apart}"
 
     @property
@@ -450,6 +498,7 @@ class VllmEngine:
         context: RequestContext,
         transfer: TransferRequest | None = None,
         chooser: TransferChooser | None = None,
+        adapter: Adapter | None = None,
     ) -> Reply:
         running = self._require_running()
         serving = running.serving
@@ -460,13 +509,14 @@ class VllmEngine:
         apart = transfer.salt if transfer is not None else None
         call = Call(
             context,
-            context.request_id if alone else self._salt_of(context.tenant, apart),
+            context.request_id if alone else self._salt_of(context.tenant, apart, adapter),
             transfer=transfer,
             chooser=chooser if self.supports_handoffs else None,
             expect=self._watch.add,
             placeholder=self.placeholder,
             images=self.images,
             asked=asked_tokens(body) if operation.generates else None,
+            adapter=running.adapters.of(adapter) if adapter is not None else None,
         )
         if transfer is not None:
             self._watch.add(context.request_id, transfer)

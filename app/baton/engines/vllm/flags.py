@@ -98,7 +98,6 @@ INSTEAD = {
     "h11_max_incomplete_event_size": "a request's head may have 64 KiB; set `limits.body_bytes` for its body",
     "headless": "an engine's processes are on one machine; start a gateway on each, over one shared store",
     "log_error_stack": 'set `log_level = "debug"`, which shows the texts of exceptions',
-    "lora_modules": "adapters are named in the engine's settings",
     "max_log_len": NO_TEXTS,
     "middleware": "Baton loads no code into its HTTP side; put a proxy before it",
     "tool_server": "Baton runs nobody's tools; the client runs them",
@@ -218,6 +217,8 @@ def fate_of(dest: str) -> Fate | None:
         return Fate("refused", NOT_HONOURED[dest])
     if dest == "served_model_name":
         return Fate("acts", "`engines.name`, and further names `engines.aliases`")
+    if dest == "lora_modules":
+        return Fate("acts", "`engines.adapters`")
     if dest == "model_tag":
         return Fate("acts", "`engines.model`")
     if dest in OWNED:
@@ -296,6 +297,7 @@ def _engine(changed: dict[str, Any], *, handoff: bool, latent: bool) -> EngineSe
     usual = EMBEDDED[model].runner if model in EMBEDDED else "generate" if plugin is None else "pooling"
     runner = changed.pop("runner", usual)
     serving = {key: changed.pop(key) for key in SERVING_OPTIONS if key in changed}
+    adapters = _adapters(changed.pop("lora_modules", None) or [], names)
     try:
         return EngineSettings(
             name=names[0],
@@ -306,11 +308,31 @@ def _engine(changed: dict[str, Any], *, handoff: bool, latent: bool) -> EngineSe
             handoff=handoff,
             latent=latent,
             io_processor=plugin,
+            adapters=adapters,
             args=changed,
             serving=serving,
         )
     except ValidationError as error:
         raise SettingsError("\n".join(f"baton serve: {reason}" for reason in reasons(error))) from None
+
+
+def _adapters(modules: list[Any], names: Sequence[str]) -> dict[str, str]:
+    """Return the engine's `adapters`, of what `--lora-modules` names.
+
+    Raises:
+        SettingsError: an adapter is named twice, is of another model, or has a form that Baton does not load.
+    """
+    found: dict[str, str] = {}
+    for each in modules:
+        where = f"baton serve: --lora-modules: '{each.name}'"
+        if each.name in found:
+            raise SettingsError(f"{where} is named twice")
+        if each.base_model_name is not None and each.base_model_name not in names:
+            raise SettingsError(f"{where} is of the model '{each.base_model_name}', which is not served")
+        if each.is_3d_lora_weight:
+            raise SettingsError(f"{where}: Baton loads no adapters with `is_3d_lora_weight`")
+        found[each.name] = each.path
+    return found
 
 
 def _no_model(flags: Mapping[str, str]) -> str:

@@ -46,6 +46,7 @@ from vllm.entrypoints.serve.tokenize.protocol import (
     TokenizeRequest,
     TokenizeResponse,
 )
+from vllm.lora.request import LoRARequest
 from vllm.renderers import merge_kwargs
 from vllm.tasks import POOLING_TASKS
 from vllm.utils.mistral import is_mistral_tokenizer
@@ -530,6 +531,12 @@ class Handlers:
         )
         _, prompt = await online.renderer.render_messages_async(request.messages, params)
         return str(prompt["prompt"])
+
+    @property
+    def adapters(self) -> dict[str, LoRARequest]:
+        """vLLM's requests for the LoRA adapters that `model` of a body may name, by their names."""
+        known: dict[str, LoRARequest] = self._state.openai_serving_models.lora_requests
+        return known
 
     async def cards(self) -> list[dict[str, Any]]:
         """List the engine's models in OpenAI's shape."""

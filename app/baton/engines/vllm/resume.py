@@ -215,6 +215,8 @@ def hindrance(
     params, detokenizer = request.sampling_params, state.detokenizer
     if params is None or detokenizer is None or request.prompt_token_ids is None:
         return "its prompt has no token ids"
+    if request.lora_request is not None:
+        return "its adapter may have another number there"
     if request.mm_features:
         return "its prompt holds images"
     if not detokenizer.output_token_ids:

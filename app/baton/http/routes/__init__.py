@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from baton.http.routes import engines, handoffs, openai, operations, pooling, responses
+from baton.http.routes import adapters, engines, handoffs, mcp, openai, operations, pooling, responses
 
 ROUTERS = (
     openai.router,
@@ -13,6 +13,8 @@ ROUTERS = (
     pooling.router,
     handoffs.router,
     engines.router,
+    adapters.router,
+    mcp.router,
     operations.router,
     operations.docs_router,
 )
