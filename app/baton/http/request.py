@@ -61,7 +61,6 @@ class RequestState:
     Attributes:
         ticket: the places that it holds in the admission queues.
         key_id: id of the key that it came with; empty: there are no keys.
-        operator: whether it may start and stop engines.
         head: whether it is a `HEAD` request, whose content is left out.
         model: name of the engine that answers it; None until one is picked.
         error_code: code of the error that it was answered with, if any.
@@ -74,7 +73,6 @@ class RequestState:
     context: RequestContext
     ticket: Ticket = field(default_factory=Ticket)
     key_id: str = ""
-    operator: bool = False
     head: bool = False
     model: str | None = None
     error_code: str | None = None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from argparse import Namespace
-from importlib.util import find_spec
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args
 

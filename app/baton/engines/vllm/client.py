@@ -451,7 +451,8 @@ class WatchedClient:
         **options: Any,
     ) -> AsyncGenerator[Any, None]:
         if self._streams is None:
-            return self._engine.generate(prompt, params, request_id, **options)
+            alone: AsyncGenerator[Any, None] = self._engine.generate(prompt, params, request_id, **options)
+            return alone
         extra = params.extra_args or {}
         tag = extra.get("kv_transfer_params", {}).get(PARAMS_KEY, {}).get("tag", "")
 
