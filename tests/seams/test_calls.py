@@ -451,6 +451,20 @@ def test_a_stop_string_within_a_call_ends_no_call(
     require_said(ask(gateway, CHAT, stream=stream, stop=["OVER"]), family, calls)
 
 
+@pytest.mark.parametrize("family", ["SmolLM2, Qwen 2.5", "Qwen3 Coder", "GLM"], indirect=True)
+def test_what_is_said_after_calls_stays(gateway: ScriptedGateway, family: Family) -> None:
+    after = "Both  done, I think: x y."
+    for route in ROUTES:
+        reads = []
+        for stream, tokens in ((False, 1), (True, 1), (True, 2), (True, 3)):
+            gateway.engine.client.tokens_a_step = tokens
+            gateway.says(f"{family.text(CALLS)}\n{after}")
+            reads.append(ask(gateway, route, stream=stream))
+        gateway.engine.client.tokens_a_step = 1
+        assert {read.text.replace("\n", "") for read in reads} == {SAID + after}
+        assert [read.calls for read in reads] == [reads[0].calls] * 4
+
+
 @pytest.fixture(scope="module")
 def smollm2() -> Iterator[ScriptedGateway]:
     """The embedded model as it is served, but for its weights."""

@@ -257,7 +257,7 @@ class _Blanks:
         text = self._blank + (delta.content or "")
         said = text.rstrip()
         self._called = self._called or bool(delta.tool_calls)
-        self._blank = "" if self._called else text[len(said) :]
+        self._blank = "" if delta.tool_calls else text[len(said) :]
         delta.content = (text if finished and not self._called else said) or None
         return delta if delta.content or delta.reasoning or delta.tool_calls else None
 
