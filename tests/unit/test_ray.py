@@ -112,7 +112,7 @@ def test_what_a_gateway_listens_on_is_no_setting_of_a_replica(tmp_path: Path) ->
     file = tmp_path / "baton.toml"
     for text in ('uds = "/tmp/x"', '[tls]\ncert_file = "x"'):
         file.write_text(text)
-        with pytest.raises(SettingsError, match="^uds, tls: leave them out"):
+        with pytest.raises(SettingsError, match=r"^uds, tls: leave them out"):
             settings_of_node(file)
 
 
