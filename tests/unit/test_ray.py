@@ -106,6 +106,17 @@ def test_arguments_are_checked() -> None:
 
 
 @with_ray
+def test_what_a_gateway_listens_on_is_no_setting_of_a_replica(tmp_path: Path) -> None:
+    from baton.ray.replica import settings_of_node
+
+    file = tmp_path / "baton.toml"
+    for text in ('uds = "/tmp/x"', '[tls]\ncert_file = "x"'):
+        file.write_text(text)
+        with pytest.raises(SettingsError, match=r"^uds, tls: leave them out"):
+            settings_of_node(file)
+
+
+@with_ray
 def test_the_page_and_the_shipped_file_have_the_arguments() -> None:
     from ray.serve.schema import ServeDeploySchema
 

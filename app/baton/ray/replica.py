@@ -24,6 +24,7 @@ from baton.admission.fair_threads import in_own_thread
 from baton.config.settings import Settings, load_settings
 from baton.engines.fleet import Fleet
 from baton.engines.process.orphan_reaper import OrphanReaper
+from baton.errors import SettingsError
 from baton.http.request import Drain
 from baton.http.routes.metrics import app_of_page
 from baton.http.uvicorn_server import MetricsServer
@@ -211,8 +212,14 @@ def settings_of_node(config: Path | None) -> Settings:
 
     Ray Serve's HAProxy and its replicas listen on every address, whatever `host` says: so API keys are
     required, and `/metrics` is not on the clients' port.
+
+    Raises:
+        SettingsError: they are wrong, or say how a gateway listens that is no replica.
     """
-    return load_settings(config).model_copy(update={"host": EVERY_ADDRESS})
+    settings = load_settings(config)
+    if settings.uds is not None or settings.tls.cert_file is not None:
+        raise SettingsError("uds, tls: leave them out: Ray Serve's HAProxy listens; put TLS before it")
+    return settings.model_copy(update={"host": EVERY_ADDRESS})
 
 
 class GatewayReplica:

@@ -183,41 +183,44 @@ class ChatStream:
 
     def __init__(self, told: Told) -> None:
         self._told = told
-        self._rest = b""
+        self._line: list[bytes] = []
         self._body: Json = {}
-        self._message: Json = {"role": "assistant", "content": ""}
+        self._texts: list[str] = []
+        self._message: Json = {"role": "assistant"}
         self._finish: str | None = None
         self._failed: bytes | None = None
         self._ended = False
 
     def write(self, piece: bytes) -> None:
         """Take in a piece of the stream; events may be cut anywhere."""
-        *lines, self._rest = (self._rest + piece).split(b"\n")
-        for line in lines:
+        *lines, rest = piece.split(b"\n")
+        for part in lines:
+            line = b"".join([*self._line, part])
+            self._line = []
             if line.startswith(b"data:"):
-                self._take(line.removeprefix(b"data:").strip())
+                for text in self._take(line.removeprefix(b"data:").strip()):
+                    self._texts.append(text)
+                    self._told(text)
+        self._line.append(rest)
 
-    def _take(self, data: bytes) -> None:
+    def _take(self, data: bytes) -> list[str]:
+        """Take in an event; returns the text that it holds."""
         if data == b"[DONE]":
             self._ended = True
-            return
+            return []
         try:
             chunk: Json = json.loads(data)
             if "error" in chunk:
                 self._failed = self._failed or data
-                return
+                return []
             self._body |= {name: value for name, value in chunk.items() if value is not None}
-            for choice in chunk.get("choices") or ():
-                if not choice.get("index"):
-                    self._finish = choice.get("finish_reason") or self._finish
-                    self._add(choice.get("delta") or {})
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            firsts = [choice for choice in chunk.get("choices") or () if not choice.get("index")]
+            for choice in firsts:
+                self._finish = choice.get("finish_reason") or self._finish
+                _merge(self._message, _without_content(choice))
+            return [text for choice in firsts if (text := (choice.get("delta") or {}).get("content"))]
+        except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
             raise BadAnswer(f"An event of the stream is not in the API's form: {error}.") from error
-
-    def _add(self, delta: Json) -> None:
-        _merge(self._message, delta)
-        if text := delta.get("content"):
-            self._told(text)
 
     def end(self, status: int, headers: Mapping[str, str]) -> Reply:
         """Return the answer that would have come whole.
@@ -231,9 +234,15 @@ class ChatStream:
             raise ConnectionLost(
                 "The answer broke off: its last event did not come.", answered=True, resend=False
             )
-        choice = {"index": 0, "message": self._message, "finish_reason": self._finish}
+        message = self._message | {"content": "".join(self._texts)}
+        choice = {"index": 0, "message": message, "finish_reason": self._finish}
         body = self._body | {"object": "chat.completion", "choices": [choice]}
         return Reply(status, headers, json.dumps(body).encode())
+
+
+def _without_content(choice: Json) -> Json:
+    """Return a choice's delta but for its text, whose pieces are many."""
+    return {name: value for name, value in (choice.get("delta") or {}).items() if name != "content"}
 
 
 def _merge(whole: Json, part: Json) -> None:
