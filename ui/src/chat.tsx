@@ -279,7 +279,7 @@ function TurnView({ id, place, side }: { id: string; place: Conversation; side: 
           </p>
         )}
         {turn.fault && (
-          <Fault fault={turn.fault}>
+          <Fault fault={turn.comesBack ? { ...turn.fault, advice: "" } : turn.fault}>
             {turn.comesBack ? (
               <div class="row">
                 <span>It is asked again by itself once {turn.engine} is back.</span>
