@@ -189,7 +189,7 @@ class TestChat:
             expect(answers(page).first).to_contain_text("one two three four one")
             lost.behaviour.start_seconds = 60  # until released
             lost.die()
-            expect(page.get_by_role("alert")).to_contain_text("being started again")
+            expect(page.get_by_role("alert")).to_contain_text("is being restarted")
             expect(page.get_by_role("alert")).to_contain_text("asked again by itself")
             expect(answers(page).first).to_contain_text("one two three four one")
             lost.behaviour.token_seconds = 0
