@@ -189,7 +189,7 @@ class TestChat:
             expect(answers(page).first).to_contain_text("one two three four one")
             lost.behaviour.start_seconds = 60  # until released
             lost.die()
-            expect(page.get_by_role("alert")).to_contain_text("being started again")
+            expect(page.get_by_role("alert")).to_contain_text("is being restarted")
             expect(page.get_by_role("alert")).to_contain_text("asked again by itself")
             expect(answers(page).first).to_contain_text("one two three four one")
             lost.behaviour.token_seconds = 0
@@ -286,21 +286,25 @@ class TestChat:
         """What is copied runs as it is, and asks the engine the same."""
         ask(page, "it's \"quoted\" \\ and `JSON`\nJSON\n$HOME 🚢 '''")
         answered(page, 1)
-        page.get_by_role("button", name="Copy as… Question 1").click()
-        page.get_by_text(language, exact=True).click()
-        text = page.get_by_role("dialog").locator("code").inner_text()
-        page.get_by_role("button", name="Close", exact=True).click()
-        if language == "curl":
-            command = ["bash", "-euc", text]
-        else:
-            (tmp_path / "pasted.py").write_text(text)
-            command = [sys.executable, str(tmp_path / "pasted.py")]
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-        assert ran.returncode == 0, ran.stderr
+        run_pasted(page, "Copy as… Question 1", language, tmp_path)
         shown, pasted = (body["messages"] for body in gateway.engine("alpha").bodies)
         assert pasted == shown
         with gateway.client() as client:
             assert len(client.get("/v1/handoffs").json()["data"]) == 2
+
+
+def run_pasted(page: Page, button: str, language: str, folder: Path) -> None:
+    """Run what a button writes for a language, as somebody would who pastes it."""
+    page.get_by_role("button", name=button).click()
+    page.get_by_text(language, exact=True).click()
+    text = page.get_by_role("dialog").locator("code").inner_text()
+    page.get_by_role("button", name="Close", exact=True).click()
+    command = ["bash", "-euc", text]
+    if language != "curl":
+        (folder / "pasted.py").write_text(text)
+        command = [sys.executable, str(folder / "pasted.py")]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ran.returncode == 0, ran.stderr
 
 
 class TestContexts:
@@ -358,6 +362,22 @@ class TestContexts:
             page.get_by_role("button", name="Yes, delete it").click()
             expect(page.get_by_role("heading", level=1)).to_have_text("Contexts")
             expect(page.get_by_role("link", name="renamed")).to_have_count(0)
+
+    @pytest.mark.parametrize("language", ["curl", "Python", "OpenAI SDK"])
+    def test_a_change_can_be_pasted_too(
+        self, page: Page, gateway: FakeGateway, tmp_path: Path, language: str
+    ) -> None:
+        """And does what the buttons do."""
+        with gateway.client() as client:
+            made = client.post(
+                "/v1/handoffs", json={"model": "alpha", "prompt": "hello", "label": "one"}
+            ).json()
+            page.goto(f"{gateway.url}/#/contexts/{made['id']}")
+            page.get_by_label("Label").fill('it\'s "two"')
+            run_pasted(page, "Copy “change” as…", language, tmp_path)
+            run_pasted(page, "Copy “show” as…", language, tmp_path)
+            changed = client.get(f"/v1/handoffs/{made['id']}").json()
+            assert (changed["label"], changed["pin"]) == ('it\'s "two"', True)
 
     def test_a_chat_goes_on_from_one(self, page: Page, gateway: FakeGateway) -> None:
         """Its question starts from the context, and the context counts the use."""

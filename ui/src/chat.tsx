@@ -1,5 +1,5 @@
 /** Talk to an engine. Every answer is a branch: fork from it, page through its siblings, lay two side by side. */
-import { useComputed, useSignal, useSignalEffect } from "@preact/signals";
+import { useSignal, useSignalEffect } from "@preact/signals";
 import { useEffect, useRef } from "preact/hooks";
 import type { Json } from "./api";
 import { type Engine, engines, STATES } from "./live";
@@ -279,7 +279,7 @@ function TurnView({ id, place, side }: { id: string; place: Conversation; side: 
           </p>
         )}
         {turn.fault && (
-          <Fault fault={turn.fault}>
+          <Fault fault={turn.comesBack ? { ...turn.fault, advice: "" } : turn.fault}>
             {turn.comesBack ? (
               <div class="row">
                 <span>It is asked again by itself once {turn.engine} is back.</span>
@@ -580,15 +580,11 @@ function Composer({ place, parent, side, busy }: ComposerProps) {
   const file = useRef<HTMLInputElement>(null);
   const found = talkers();
   const before = parent === null ? (place?.base?.model ?? "") : turnOf(parent).peek().engine;
-  const engine = useComputed(() => {
-    const names = talkers();
-    return (
-      names.find((one) => one.name === chosen.value) ??
-      names.find((one) => one.models.includes(before)) ??
-      names.find((one) => one.state === "ready") ??
-      names[0]
-    );
-  }).value;
+  const engine =
+    found.find((one) => one.name === chosen.value) ??
+    found.find((one) => one.models.includes(before)) ??
+    found.find((one) => one.state === "ready") ??
+    found[0];
   const forks = place && parent !== null && children(place, parent).length > 0;
 
   async function take(files: File[]) {

@@ -65,13 +65,15 @@ function Page() {
         <a class="brand" href="#/chat">
           Baton
         </a>
-        <nav aria-label="Views">
-          {Object.entries(VIEWS).map(([name, label]) => (
-            <a key={name} href={`#/${name}`} aria-current={!closed && view === name ? "page" : undefined}>
-              {label}
-            </a>
-          ))}
-        </nav>
+        {access.value !== "refused" && (
+          <nav aria-label="Views">
+            {Object.entries(VIEWS).map(([name, label]) => (
+              <a key={name} href={`#/${name}`} aria-current={!closed && view === name ? "page" : undefined}>
+                {label}
+              </a>
+            ))}
+          </nav>
+        )}
         <div class="aside">
           {key.value === "" && access.value === "open" && <a href="docs">API</a>}
           {(key.value !== "" || closed) && (
