@@ -51,7 +51,7 @@ SEEN = 10_000
 
 
 @dataclass
-class Usage:
+class HitCount:
     """The number of a tenant's automatic handoffs, and of those that were used.
 
     Attributes:
@@ -124,7 +124,7 @@ class SaveRule:
         self._least = least
         self._clock = clock
         self._begun = Prompts()
-        self._usage: OrderedDict[str, Usage] = OrderedDict()
+        self._usage: OrderedDict[str, HitCount] = OrderedDict()
         self._seen = Prompts()
 
     def is_worth_saving(
@@ -161,8 +161,8 @@ class SaveRule:
         usage = self._usage_of(tenant)
         return usage.saved >= TRIED and usage.used < usage.saved * USED_SHARE
 
-    def _usage_of(self, tenant: str) -> Usage:
-        usage = self._usage.setdefault(tenant, Usage())
+    def _usage_of(self, tenant: str) -> HitCount:
+        usage = self._usage.setdefault(tenant, HitCount())
         self._usage.move_to_end(tenant)
         if len(self._usage) > TENANTS:
             self._usage.popitem(last=False)
