@@ -65,8 +65,8 @@ class Family:
         return f"{thoughts}{SAID}{self.writes(calls)}"
 
 
-def as_json(arguments: dict[str, Any]) -> str:
-    return json.dumps(arguments, ensure_ascii=False)
+def as_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def hermes(calls: list[Call]) -> str:
