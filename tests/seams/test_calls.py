@@ -54,7 +54,7 @@ class Family:
     """
 
     tokens: tuple[str, ...]
-    serving: dict[str, str]
+    serving: dict[str, Any]
     writes: Callable[[list[Call]], str]
     thinks: tuple[str, str] | None = None
     marks: tuple[str, ...] = ("<tool_call", "</tool_call", "<function", "<arg_", "<parameter")
@@ -65,8 +65,8 @@ class Family:
         return f"{thoughts}{SAID}{self.writes(calls)}"
 
 
-def as_json(arguments: dict[str, Any]) -> str:
-    return json.dumps(arguments, ensure_ascii=False)
+def as_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def hermes(calls: list[Call]) -> str:
@@ -134,11 +134,11 @@ def gemma(calls: list[Call]) -> str:
 
 
 def granite(calls: list[Call]) -> str:
-    return "<|tool_call|>" + as_json([{"name": name, "arguments": given} for name, given in calls])  # type: ignore[arg-type]
+    return "<|tool_call|>" + as_json([{"name": name, "arguments": given} for name, given in calls])
 
 
 def mistral(calls: list[Call]) -> str:
-    return "[TOOL_CALLS]" + as_json([{"name": name, "arguments": given} for name, given in calls])  # type: ignore[arg-type]
+    return "[TOOL_CALLS]" + as_json([{"name": name, "arguments": given} for name, given in calls])
 
 
 def mistral_v11(calls: list[Call]) -> str:
@@ -505,11 +505,11 @@ def test_vllm_itself_goes_wrong_still(*, stream: bool) -> None:
     text = '<tool_call>{"name": "look", "arguments": {"text": "a </tool_call> b"}}</tool_call>'
     parser = ToolParserManager.get_tool_parser("hermes")(object())
     if stream:
-        found = parser.extract_tool_calls_streaming("", text, text, [], [], [], None)  # type: ignore[arg-type]
+        found = parser.extract_tool_calls_streaming("", text, text, [], [], [], None)
         calls = [call.function for call in found.tool_calls] if found else []
         written = "".join(call.arguments or "" for call in calls if call is not None)
     else:
         written = "".join(
             call.function.arguments for call in parser.extract_tool_calls(text, None).tool_calls
-        )  # type: ignore[arg-type]
+        )
     assert written != '{"text": "a </tool_call> b"}'

@@ -29,9 +29,9 @@ def gateway() -> Iterator[ScriptedGateway]:
 
 def asking(route: str, *schemas: dict[str, Any], strict: bool = True) -> tuple[dict[str, Any], str]:
     """A request with a tool for each schema, and where the last one's schema stands."""
-    functions = [
-        {"name": f"look{at}", "parameters": schema} | ({"strict": True} if strict else {})
-        for at, schema in enumerate(schemas)
+    given: dict[str, Any] = {"strict": True} if strict else {}
+    functions: list[dict[str, Any]] = [
+        {"name": f"look{at}", "parameters": schema} | given for at, schema in enumerate(schemas)
     ]
     last = len(schemas) - 1
     if route == CHAT:
@@ -40,10 +40,7 @@ def asking(route: str, *schemas: dict[str, Any], strict: bool = True) -> tuple[d
     if route == RESPONSES:
         tools = [{"type": "function"} | function for function in functions]
         return {"input": ASKED, "tools": tools}, f"tools[{last}].parameters"
-    tools = [
-        {"name": each["name"], "input_schema": each["parameters"]} | ({"strict": True} if strict else {})
-        for each in functions
-    ]
+    tools = [{"name": each["name"], "input_schema": each["parameters"]} | given for each in functions]
     return {"messages": ASKED, "tools": tools, "max_tokens": 8}, f"tools[{last}].input_schema"
 
 

@@ -142,7 +142,7 @@ def mend(state: Any) -> None:
     """
     made: dict[type[Any], type[Any]] = {}
     for name in HANDLERS:
-        serving = getattr(state, name, None)
+        serving: Any = getattr(state, name, None)
         renderer = getattr(serving, "online_renderer", None)
         for holder, attribute in ((serving, "parser_cls"), (serving, "parser"), (renderer, "parser")):
             parser = getattr(holder, attribute, None)
@@ -165,7 +165,7 @@ def mended(parser: type[Any]) -> type[Any]:
     if parser.parse is not DelegatingParser.parse or parser.parse_delta is not DelegatingParser.parse_delta:
         return parser
 
-    class Mended(parser):  # type: ignore[misc]  # known at run time only
+    class Mended(parser):
         tool_parser_cls = _reading_json(parser.tool_parser_cls)
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -291,7 +291,8 @@ class _Unclosed:
     """
 
     def __init__(self, tool_parser: Any) -> None:
-        self._tool_parser, self._engine = tool_parser, None
+        self._tool_parser: Any = tool_parser
+        self._engine: Any = None
         self._inside = False
         if isinstance(tool_parser, WrittenCalls):
             tool_parser.cut = True
