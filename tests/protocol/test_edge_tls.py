@@ -17,6 +17,7 @@ from support.table_tests import each
 from baton.admission.api_keys import create_key
 from baton.config.groups import TlsSettings
 from baton.config.settings import load_settings
+from baton.doctor.machine import where_clients_come_in
 from baton.engines.fake.engine import FakeEngine
 from baton.errors import SettingsError, StartError
 from baton.http.uvicorn_server import Certificate
@@ -176,6 +177,20 @@ def test_a_wrong_file_is_one_line_at_the_start(name: str, tmp_path: Path) -> Non
 def test_what_needs_another_setting_says_so(given: dict[str, str]) -> None:
     with pytest.raises(SettingsError, match=r"tls: (cert|ca)_file: give the certificate"):
         load_settings(tls=given)
+
+
+def test_the_doctor_looks_at_the_certificate_and_the_folder_of_the_socket(
+    files: tuple[Path, Path], tmp_path: Path
+) -> None:
+    right: dict[str, Any] = {"cert_file": files[0], "key_file": files[1]}
+    for given, told in (
+        ({"tls": right}, ""),
+        ({"tls": right | {"cert_file": tmp_path / "none"}}, "none: No such file"),
+        ({"uds": tmp_path / "baton.sock"}, ""),
+        ({"uds": tmp_path / "nowhere/baton.sock"}, "there is no folder"),
+    ):
+        bad = [finding for finding in where_clients_come_in(load_settings(port=0, **given)) if finding.bad]
+        assert (told in bad[0].text and bad[0].mend) if told else bad == []
 
 
 # A Unix socket

@@ -184,7 +184,7 @@ def examine(config: Path | None) -> list[Finding]:
         *(_own_engines(settings) if settings.own_engines else ()),
         *examine_servers(settings),
         *_far_stores(settings),
-        *_door(settings),
+        *where_clients_come_in(settings),
         *_metrics_port(settings),
     ]
 
@@ -221,7 +221,7 @@ def _far_stores(settings: Settings) -> Iterator[Finding]:
         yield from examine_archive(settings)
 
 
-def _door(settings: Settings) -> Iterator[Finding]:
+def where_clients_come_in(settings: Settings) -> Iterator[Finding]:
     """Check where clients come in: port and certificate, or the folder of the Unix socket."""
     if settings.uds is not None:
         folder = settings.uds.expanduser().resolve().parent
