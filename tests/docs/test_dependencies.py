@@ -25,7 +25,7 @@ CLIENT = ROOT / "app" / "client"
 """A distribution of its own; tests/client looks at what it imports."""
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 COMPILERS = {"xgrammar", "apache-tvm-ffi", "llguidance", "outlines-core"}
-BY_VLLM = {"torch", "transformers", "tokenizers", "huggingface-hub"} | COMPILERS
+BY_VLLM = {"torch", "transformers", "tokenizers", "huggingface-hub", "mcp"} | COMPILERS
 """vLLM decides their versions; a range of our own could only contradict it."""
 
 

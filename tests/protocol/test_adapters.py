@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +14,10 @@ from support.gateways import FakeGateway, run_fake
 
 from baton.admission.api_keys import create_key
 from baton.config.settings import load_settings
-from baton.engines.adapters import AdapterInvalid, KeptAdapter, KeptAdapters, read_adapter
+from baton.engines.adapters import Adapter, AdapterInvalid, KeptAdapter, KeptAdapters, read_adapter
 from baton.engines.fake.engine import FakeEngine
-from baton.errors import SettingsError
+from baton.engines.fleet import Fleet
+from baton.errors import InvalidRequest, SettingsError
 
 LOAD, UNLOAD, CHAT = "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/chat/completions"
 LONG = [{"role": "user", "content": "11 " * 200}]
@@ -120,6 +122,22 @@ def test_a_name_is_taken_twice_only_in_place(gateway: FakeGateway, tmp_path: Pat
     assert load(gateway, second, load_inplace=True).status_code == 200
     assert gateway.engine("a").adapters["french"].digest != before.digest
     assert [each.path for each in KeptAdapters(gateway.settings.kept_adapters).read()] == [second]
+
+
+async def test_of_two_loads_of_one_name_at_a_time_one_is_refused(tmp_path: Path) -> None:
+    adapter, ends = read_adapter("x", adapter_folder(tmp_path / "f")), asyncio.Event()
+
+    class Slow(FakeEngine):
+        async def load_adapter(self, adapter: Adapter) -> None:
+            await ends.wait()
+            await super().load_adapter(adapter)
+
+    fleet = Fleet([Slow("a")])
+    loads = [asyncio.ensure_future(fleet.load_adapter(adapter, None, replace=False)) for _ in range(2)]
+    await asyncio.sleep(0)
+    ends.set()
+    found = await asyncio.gather(*loads, return_exceptions=True)
+    assert [type(each) for each in found] == [str, InvalidRequest]
 
 
 @pytest.mark.fault("B19")

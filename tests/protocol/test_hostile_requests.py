@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from support.gateways import FakeGateway, run_fake
-from support.hostile import EVIL, ROUTES, TOO_MUCH, asking, hostile_json, json_schema, tool
+from support.hostile import EVIL, OTHER_FORMS, ROUTES, TOO_MUCH, asking, hostile_json, json_schema, tool
 from support.leaked_words import leaks
 from support.loop_lag import loop_lag
 
@@ -57,10 +57,10 @@ def test_every_route_that_takes_json_is_in_the_tables(gateway: FakeGateway) -> N
     posts = {route.path for route in routes if "POST" in (getattr(route, "methods", None) or ())}
     without_body = {"/v1/responses/{response_id}/cancel"}
     without_body |= {f"/v1/engines/{{name:path}}/{act}" for act in ("start", "stop", "restart")}
-    assert posts == set(ROUTES) | without_body
+    assert posts == {*ROUTES, *OTHER_FORMS} | without_body
 
 
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("route", [*ROUTES, *OTHER_FORMS])
 @pytest.mark.fault("E9")
 def test_json_that_is_not_strict_is_refused_with_the_reason(gateway: FakeGateway, route: str) -> None:
     before = seen(gateway)

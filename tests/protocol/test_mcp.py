@@ -21,6 +21,7 @@ from support.sample_plugins import plugin
 
 from baton.admission.api_keys import create_key
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
+from baton.http.routes import mcp as mcp_route
 from baton.http.routes.mcp import MAX_BODY_BYTES
 
 MODES = ("auto", "legacy")
@@ -265,6 +266,16 @@ def test_it_is_switched_off_by_a_setting() -> None:
     with run_fake(FakeEngine("a"), edge={"mcp": False}) as gateway, gateway.client(headers=HEADERS) as http:
         answer = http.post("/mcp", json=PING)
     assert (answer.status_code, "edge.mcp" in answer.json()["error"]["message"]) == (404, True)
+
+
+def test_without_the_sdk_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mcp_route, "SDK", "mcp.server.no_such_module")
+    with run_fake(FakeEngine("a")) as gateway, gateway.client(headers=HEADERS) as http:
+        answer = http.post("/mcp", json=PING)
+    assert (answer.status_code, "pip install 'mcp>=2.3,<3'" in answer.json()["error"]["message"]) == (
+        404,
+        True,
+    )
 
 
 def test_the_sdk_is_imported_by_the_first_who_asks() -> None:

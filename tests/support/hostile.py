@@ -54,9 +54,17 @@ VALUES: dict[str, tuple[bytes, str, str]] = {
 """What stands as one field's value, the code it is refused with, and what the text says."""
 
 
+OTHER_FORMS: dict[str, dict[str, Any]] = {
+    "/mcp": {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}},
+    "/v1/load_lora_adapter": {"lora_name": "x", "lora_path": "/nowhere"},
+    "/v1/unload_lora_adapter": {"lora_name": "x"},
+}
+"""Routes whose bodies are no requests to an engine; tests of their own look at their fields."""
+
+
 def hostile_json(route: str) -> Iterator[tuple[str, bytes, str, str]]:
     """Name, body, code and what the text says, for one route."""
-    whole = json.dumps(ROUTES[route]).encode()
+    whole = json.dumps((ROUTES | OTHER_FORMS)[route]).encode()
     for name, (value, code, said) in VALUES.items():
         yield name, whole[:-1] + b', "x": ' + value + b"}", code, said
     for mark, codec in ((b"\xef\xbb\xbf", "utf-8"), (b"\xff\xfe", "utf-16-le")):

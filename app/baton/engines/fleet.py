@@ -445,6 +445,7 @@ class Fleet:
         aliases = {alias: engine.name for engine in engines for alias in engine.aliases}
         self._aliases = {alias: name for alias, name in aliases.items() if "*" not in alias}
         self._patterns = {alias: name for alias, name in aliases.items() if "*" in alias}
+        self._loading: set[str] = set()  # names of adapters
         self._shared_registries = shared_registries
         self._watching: asyncio.Task[None] | None = None
         self._started = False
@@ -612,13 +613,18 @@ class Fleet:
                 f"'model' must name the engine that loads it, one of: {names}.", param="model"
             )
         (target,) = here
-        if adapter.name in self.served and not (replace and adapter.name in target.adapters):
+        taken = adapter.name in self.served and not (replace and adapter.name in target.adapters)
+        if taken or adapter.name in self._loading:
             raise InvalidRequest(
                 f"'lora_name': '{adapter.name}' is served already: choose another name, unload the adapter "
                 "first, or send 'load_inplace' to put this one in its place.",
                 param="lora_name",
             )
-        await target.load_adapter(adapter)
+        self._loading.add(adapter.name)
+        try:
+            await target.load_adapter(adapter)
+        finally:
+            self._loading.discard(adapter.name)
         return target.name
 
     async def unload_adapter(self, name: str) -> str:

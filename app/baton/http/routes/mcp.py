@@ -202,7 +202,13 @@ async def model_context_protocol(request: Request) -> Response:
 
 async def _answered(request: Request) -> Response:
     """Have the SDK answer a request, with a server of its own, and return what it sends."""
-    await in_own_thread(import_module, SDK)  # the first time it takes a second, which the event loop has not
+    try:
+        await in_own_thread(import_module, SDK)  # the first time it takes a second of processor time
+    except ModuleNotFoundError:  # a gateway of servers elsewhere alone, without vLLM
+        raise NotFound(
+            "The Model Context Protocol needs its SDK, which comes with vLLM: `pip install 'mcp>=2.3,<3'` on "
+            "the gateway's machine."
+        ) from None
     from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
 
     sent: list[Message] = []
