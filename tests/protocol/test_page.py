@@ -28,6 +28,7 @@ FILES = {
     "assets/icon.svg": b"<svg xmlns='http://www.w3.org/2000/svg'/>",
     "assets/dot-00aa11bb.png": b"\x89PNG\r\n" + bytes(range(200)),
     "licenses.txt": b"MIT",
+    "apple-touch-icon.png": b"\x89PNG\r\n",
 }
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; connect-src 'self'; "
@@ -77,7 +78,15 @@ def test_the_files_need_no_key_and_everything_else_does(keyed: FakeGateway) -> N
 
 
 def test_the_types_are_those_that_browsers_ask_for(keyed: FakeGateway) -> None:
-    kinds = ["text/html", "text/javascript", "text/css", "image/svg+xml", "image/png", "text/plain"]
+    kinds = [
+        "text/html",
+        "text/javascript",
+        "text/css",
+        "image/svg+xml",
+        "image/png",
+        "text/plain",
+        "image/png",
+    ]
     with keyed.client() as client:
         found = [client.get(path_of(name)).headers["content-type"] for name in FILES]
     assert [kind.partition(";")[0] for kind in found] == kinds

@@ -211,7 +211,7 @@ async def test_the_same_act_twice_is_one_act_and_what_changes_nothing_is_none() 
 
 @pytest.mark.fault("A14")
 async def test_an_operators_start_that_fails_leaves_the_engine_down_and_the_gateway_up() -> None:
-    """It is the only one. Another start, once its cause is mended, brings it back, with all its restarts."""
+    """It is the only one. Another start, once its cause is mended, brings it back, supervised."""
     engine = CarefulEngine("a")
     async with running(engine, restarts=2) as fleet:
         supervisor = fleet.supervisor("a")
@@ -231,15 +231,20 @@ async def test_an_operators_start_that_fails_leaves_the_engine_down_and_the_gate
         assert supervisor.restarts == 1, "those that operators asked for are not counted"
 
 
-async def test_an_engine_that_was_given_up_is_started_again() -> None:
+async def test_an_engine_that_was_given_up_is_started_again_and_has_its_restarts_again() -> None:
     engine, other = CarefulEngine("a"), CarefulEngine("b")
-    async with running(engine, other, restarts=0) as fleet:
-        engine.die()
+    async with running(engine, other, restarts=1) as fleet:
         supervisor = fleet.supervisor("a")
+        engine.die()
+        await until(lambda: engine.starts == 2)
+        await settled(supervisor, EngineState.READY)
+        engine.die()
         await settled(supervisor, EngineState.FAILED)
         supervisor.operate(Act.START, LONG, IDLE)
         await settled(supervisor, EngineState.READY)
-        assert not supervisor.given_up
+        engine.die()
+        await until(lambda: engine.starts == 4)
+        await settled(supervisor, EngineState.READY)
 
 
 async def test_an_engine_that_dies_while_it_drains_is_stopped_at_once() -> None:

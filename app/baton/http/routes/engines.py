@@ -56,7 +56,7 @@ async def restart_engine(request: Request, name: str) -> dict[str, Any]:
 
 
 def _operate(request: Request, name: str, act: Act) -> dict[str, Any]:
-    """Begin an operator's act; every try is a line of the log, with the key that it came with.
+    """Begin an operator's act; it is a line of the log, with its key, and so is one that is refused.
 
     Raises:
         OperatorKeyNeeded: the key is no operator's.

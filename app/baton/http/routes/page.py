@@ -32,8 +32,8 @@ MEDIA_TYPES = {
 """Media types by ending; a file with another one is not served."""
 PACKED = frozenset({".png", ".woff2"})
 """Endings of files that are compressed already."""
-HASHED = re.compile(r"-[A-Za-z0-9_-]{8,}\.[a-z0-9]+")
-"""What the name of a file that never changes ends with: another content has another name."""
+HASHED = re.compile(r"assets/.*-[A-Za-z0-9_-]{8,}\.[a-z0-9]+")
+"""Names of files that never change: another content has another name. All that is built goes there."""
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "img-src 'self' blob: data:; connect-src 'self'; font-src 'self'; "
@@ -67,7 +67,7 @@ class PageFile:
     def headers(self) -> dict[str, str]:
         """The headers of every answer with it."""
         tag = hashlib.sha256(self.body).hexdigest()[:32]
-        lasting = HASHED.search(Path(self.name).name) is not None
+        lasting = HASHED.fullmatch(self.name) is not None
         kept = "public, max-age=31536000, immutable" if lasting else "no-cache"
         return HEADERS | {"ETag": f'W/"{tag}"', "Cache-Control": kept}
 
