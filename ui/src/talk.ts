@@ -5,7 +5,7 @@
 import { type Signal, signal } from "@preact/signals";
 import { ApiError, ask, type Body, errorOf, events, inWords, type Json } from "./api";
 import { back, type Engine, engines } from "./live";
-import type { Asked, Source, Usage } from "./words";
+import type { How, Source, Usage } from "./words";
 
 export type Part = { type: "text"; text: string } | { type: "image_url"; image_url: { url: string } };
 
@@ -61,7 +61,7 @@ export interface Turn {
 
 /** How the request was made: from which contexts, and with which messages. */
 interface Sent {
-  how: Asked;
+  how: How;
   from: string[];
   translate: boolean;
   keeps: boolean;
@@ -281,7 +281,7 @@ function before(place: Conversation, turn: Turn, keeps: boolean, gone: boolean):
 }
 
 interface Plan {
-  how: Asked;
+  how: How;
   from: string[];
   translate: boolean;
   messages: Message[];

@@ -93,7 +93,7 @@ export const REASONS: Record<string, string> = {
 };
 
 /** Tell what was reused for an answer. */
-export function reuseOf(usage: Usage, source: Source | null, asked: Asked): Reuse {
+export function reuseOf(usage: Usage, source: Source | null, asked: How): Reuse {
   const prompt = usage.prompt_tokens;
   const lost = source?.reason === "load_failed"; // the engine's count of cached tokens still has them then
   const loaded = lost ? 0 : (source?.loaded_tokens ?? 0);
@@ -110,14 +110,14 @@ export function reuseOf(usage: Usage, source: Source | null, asked: Asked): Reus
 }
 
 /** How the prompt was sent: from a context, or as a whole conversation, and why. */
-export type Asked =
+export type How =
   | "begins"
   | "from"
   | "whole: engine keeps no contexts"
   | "whole: context refused"
   | "whole: not saved";
 
-function whyOf(shown: Omit<Reuse, "headline" | "why">, source: Source | null, asked: Asked): string {
+function whyOf(shown: Omit<Reuse, "headline" | "why">, source: Source | null, asked: How): string {
   const parts: string[] = [];
   if (asked === "whole: engine keeps no contexts") {
     parts.push("This engine keeps no contexts, so the whole conversation was sent again.");
