@@ -21,6 +21,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from baton.config.groups import EngineSettings
 from baton.engines.adapters import Adapter, read_adapter
 from baton.engines.vllm import arguments
+from baton.engines.vllm.flags import read_command_line
 from baton.engines.vllm.lora import LoadedAdapters, held, most_adapters, spare_slots
 from baton.errors import EngineUnavailable, InvalidRequest, ModelNotFound, OperationUnsupported, SettingsError
 
@@ -258,7 +259,7 @@ def test_one_slot_more_than_adapters_stays_empty(slots: int) -> None:
 )
 def test_lora_modules_of_a_command_line_are_adapters(flags: list[str], found: dict[str, Path]) -> None:
     line = ["m", "--served-model-name", "m", "other", "--lora-modules", *flags]
-    assert arguments.settings_from_command_line(line).adapters == found
+    assert read_command_line(line).engine.adapters == found
 
 
 @pytest.mark.parametrize(
@@ -276,7 +277,7 @@ def test_lora_modules_of_a_command_line_are_adapters(flags: list[str], found: di
 )
 def test_lora_modules_that_cannot_be_served_are_a_line(flags: list[str], reason: str) -> None:
     with pytest.raises(SettingsError, match=reason):
-        arguments.settings_from_command_line(["m", "--lora-modules", *flags])
+        read_command_line(["m", "--lora-modules", *flags])
 
 
 def test_vllm_computes_a_request_without_an_adapter_with_the_last_slot() -> None:
