@@ -165,7 +165,7 @@ async def test_an_image_is_placed_and_laid_over_answers_that_no_processor_saw(
     made = prompts(Renderer(3), monkeypatch)
     tokens, placed = await made.place([1, IMAGE, 2, IMAGE], [BIRD, FISH], begins=True)
     assert tokens == [1, 9, 9, 9, 2, 9, 9, 9]
-    assert [(each.digest, each.offset) for each in placed] == [(BIRD.digest, 1), (FISH.digest, 5)]
+    assert [(each.image.digest, each.offset) for each in placed] == [(BIRD.digest, 1), (FISH.digest, 5)]
     context = [*tokens, 70, 71, 72]
     prompt = {"type": "token", "prompt_token_ids": context, "arrival_time": 1.5}
     whole = await made.add(prompt, placed)
