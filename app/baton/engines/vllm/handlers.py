@@ -353,8 +353,8 @@ class Handlers:
         await init_app_state(client, state, namespace, tasks)
         if (messages := getattr(state, "anthropic_serving_messages", None)) is not None:
             messages.messages_full_converter = _as_anthropic(messages.messages_full_converter)
-        models = state.openai_serving_models
-        models.model_name = _as_asked(models.model_name)
+        if (models := getattr(state, "openai_serving_models", None)) is not None:
+            models.model_name = _as_asked(models.model_name)
         return cls(state, thinks=bool(client.vllm_config.structured_outputs_config.reasoning_parser))
 
     def method(self, operation: Operation) -> Method | None:
