@@ -170,6 +170,8 @@ async def test_a_map_is_its_areas_and_a_picture(gateway: FakeGateway, keys: dict
         ("handoff_list", {"limit": 101}, "invalid_request", "limit"),
         ("handoff_list", {"after": "x" * 65}, "invalid_request", "after"),
         ("map_scene", {"url": 7}, "invalid_request", "url"),
+        ("map_scene", {}, "invalid_request", "either 'url' or 'data'"),
+        ("map_scene", {"url": "https://example.org/a.tif", "data": "aa"}, "invalid_request", "either"),
         ("map_scene", {"model": "a", "url": "https://example.org/a.tif"}, "invalid_request", "data"),
     ],
 )

@@ -96,7 +96,7 @@ def _rank(config: Any) -> int:
     ranks = [found.get("r"), *(special.values() if isinstance(special, Mapping) else [None])]
     if any(type(rank) is not int or rank < 1 for rank in ranks):
         raise AdapterInvalid(f"its {CONFIG} names no rank `r` above 0")
-    return max(ranks)
+    return int(max(ranks))
 
 
 class KeptAdapter(BaseModel):

@@ -24,7 +24,7 @@ from starlette.types import Message
 from baton import __version__
 from baton.admission.fair_threads import in_own_thread
 from baton.engines.backend import Json, Operation
-from baton.errors import BatonError, BodyTooLarge, InternalError, NotFound
+from baton.errors import BatonError, BodyTooLarge, InternalError, InvalidRequest, NotFound
 from baton.http.answer import answer, unless_gone
 from baton.http.body.json import is_small
 from baton.http.request import Gateway, gateway_of, in_a_thread, read_json, state_of
@@ -131,8 +131,11 @@ async def ask(request: Request, wanted: Ask) -> Result:
 
 async def map_scene(request: Request, wanted: MapScene) -> Result:
     """Answer by `POST /pooling`."""
-    data = {"data_format": "url", "data": wanted.url} if wanted.data is None else None
-    data = data or {"data_format": "b64_json", "data": wanted.data}
+    if (wanted.url is None) is (wanted.data is None):
+        raise InvalidRequest("Give either 'url' or 'data'.", param="url")
+    data: Json = {"data_format": "url", "data": wanted.url}
+    if wanted.data is not None:
+        data = {"data_format": "b64_json", "data": wanted.data}
     data |= {"out_data_format": "b64_json", "outputs": ["preview"]} | _given(wanted, "indices")
     inner = await _inner(request, _given(wanted, "model") | {"data": data})
     found = (await _read(inner, await pooling.create_pooling(inner)))["data"]
@@ -302,7 +305,7 @@ async def _inner(request: Request, body: Json) -> Request:
     """Make the request that a tool sends to one of our routes, on behalf of the one to `/mcp`."""
     written = json.dumps(body).encode()
     headers = [(b"content-type", b"application/json"), (b"accept", b"application/json")]
-    return Request(request.scope | {"headers": headers, "query_string": b""}, _replay(written))
+    return Request({**request.scope, "headers": headers, "query_string": b""}, _replay(written))
 
 
 def _replay(body: bytes) -> Callable[[], Awaitable[Message]]:
