@@ -101,7 +101,10 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
         self, prompt: PluginRequest | Shown, request_id: str | None = None, **kwargs: Any
     ) -> AsyncIterator[dict[str, Any]]:
         request, shown = (prompt.request, True) if isinstance(prompt, Shown) else (prompt, False)
-        raster = await self._sources.open(request)
+        if isinstance(request, UploadRequest):
+            raster = Spooled(request.file)
+        else:
+            raster = await self._sources.open(request)
         # Opening may wait for a free decoder, so it must not hold the threads that open scenes need. It also
         # takes processor time: opened one after the other, the first scenes reach the engine sooner.
         opening = _in_threads(self._open_threads, self._open, raster, request, request_id, shown)
@@ -128,7 +131,11 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
         self, prompt: PluginRequest | Shown, request_id: str | None = None, **kwargs: Any
     ) -> Sequence[dict[str, Any]]:
         request, shown = (prompt.request, True) if isinstance(prompt, Shown) else (prompt, False)
-        running = self._open(self._sources.open_sync(request), request, request_id, shown)
+        if isinstance(request, UploadRequest):
+            raster = Spooled(request.file)
+        else:
+            raster = self._sources.open_sync(request)
+        running = self._open(raster, request, request_id, shown)
         try:
             prompts = self._all_prompts(running)
         except BaseException:

@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 
 from baton_fetch.addresses import AllowedHosts, FetchFailed, FetchRefused
 from baton_fetch.fetch import Fetcher, Resolver, system_resolver
-from baton_geo.contract import GeoRequest, UploadRequest, quoted
+from baton_geo.contract import GeoRequest, quoted
 from baton_geo.errors import RequestInvalid, SourceFailed, SourceRefused
 from baton_geo.settings import MIB, GeoSettings
 from baton_geo.spool import Spool, Spooled
@@ -64,7 +64,7 @@ class Sources:
             tls=tls,
         )
 
-    async def open(self, request: GeoRequest | UploadRequest) -> Spooled:
+    async def open(self, request: GeoRequest) -> Spooled:
         """Write the request's raster to disk without blocking the event loop; the caller closes the result.
 
         When cancelled or failed, no file is left.
@@ -76,8 +76,6 @@ class Sources:
             SourceFailed: the path or address could not be read, or not in time.
             DecoderBusy: the disk is full.
         """
-        if isinstance(request, UploadRequest):
-            return Spooled(request.file)
         with Spool(self._settings.spool, self._settings.limits.file_bytes) as spool:
             if request.data_format == "url":
                 await self._fetch(str(request.data), spool)
@@ -86,7 +84,7 @@ class Sources:
                 await asyncio.to_thread(self._write, request, spool)  # noqa: TID251
             return spool.finish()
 
-    def open_sync(self, request: GeoRequest | UploadRequest) -> Spooled:
+    def open_sync(self, request: GeoRequest) -> Spooled:
         """Do the same for callers that cannot await, and block."""
         with ThreadPoolExecutor(1, thread_name_prefix="baton-geo-source") as pool:
             return pool.submit(asyncio.run, self.open(request)).result()
