@@ -352,11 +352,13 @@ def streamed_response(found: list[dict[str, Any]]) -> Read:
     read = whole_response(found[-1]["response"])
     done = [event["item"] for event in found if event["type"] == "response.output_item.done"]
     assert whole_response(found[-1]["response"] | {"output": done}) == read
-    deltas: dict[str, str] = {}
-    for event in found:
-        if event["type"].endswith(".delta"):
-            deltas[event["item_id"]] = deltas.get(event["item_id"], "") + event["delta"]
-    assert "".join(deltas.values()) == read.thoughts + read.text + "".join(given for _, given in read.calls)
+    deltas = [(event["type"], event["delta"]) for event in found if event["type"].endswith(".delta")]
+    for kind, text in (
+        ("reasoning", read.thoughts),
+        ("output_text", read.text),
+        ("function_call_arguments", "".join(given for _, given in read.calls)),
+    ):
+        assert "".join(delta for name, delta in deltas if name.startswith(f"response.{kind}")) == text
     return read
 
 
