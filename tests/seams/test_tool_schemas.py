@@ -167,7 +167,7 @@ def takes(schema: dict[str, Any], text: str) -> bool:
     return matcher.accept_string(text) and matcher.accept_token(len(vocabulary) - 1)
 
 
-@pytest.mark.parametrize(("schema", "wrong", "left_out"), GRAMMARS, ids=str)
+@pytest.mark.parametrize(("schema", "wrong", "left_out"), GRAMMARS, ids=[str(row[0]) for row in GRAMMARS])
 def test_the_keywords_that_grammars_leave_out_are_those_that_are_told(
     schema: dict[str, Any], wrong: str, left_out: set[str]
 ) -> None:
