@@ -249,8 +249,7 @@ def geo_gateway(geo_folder: Path, raster_host: RasterHost) -> Iterator[RealGatew
     text = (ENGINE_TESTS / "geo_engines.toml").read_text()
     (geo_folder / "baton.toml").write_text(text.format(folder=geo_folder, port=raster_host.port))
     environment = {"PYTHONPATH": joined(geo_folder / "packages"), "TMPDIR": str(geo_folder / "spool")}
-    with RealGateway(
-        ["--config", str(geo_folder / "baton.toml")], geo_folder, environment, forked=True
-    ) as gateway:
+    # Not forked: vLLM has chosen its platform by the time that it has been imported.
+    with RealGateway(["--config", str(geo_folder / "baton.toml")], geo_folder, environment) as gateway:
         gateway.wait_until_ready()
         yield gateway

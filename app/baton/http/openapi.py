@@ -233,6 +233,9 @@ def _add_schemas(openapi: dict[str, Any]) -> None:
                 _take(operation, MESSAGE)
                 responses["200"]["content"] = {"application/json": {"schema": MESSAGE}}
                 _add_errors(responses, OPERATION_ERRORS)
+                for status in OPERATION_ERRORS:  # the protocol has errors of its own shape
+                    content = responses[status]["content"]["application/json"]
+                    content["schema"] = {"anyOf": [content["schema"], MESSAGE]}
             if path.startswith("/v1/handoffs"):
                 _describe_handoffs(path, method, operation)
 
