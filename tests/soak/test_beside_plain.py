@@ -25,7 +25,11 @@ from support.watched_streams import Stream, cores, streaming, wait_for
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(300)]
 MIB = 2**20
 STREAMS = 8
-SETTINGS = {"BATON_SUPERVISION__HANG_S": "4", "BATON_SUPERVISION__BACKOFF_S": "0.5"}
+SETTINGS = {
+    "BATON_SUPERVISION__HANG_S": "4",
+    "BATON_SUPERVISION__BACKOFF_S": "0.5",
+    "BATON_SUPERVISION__RESUME_S": "0",
+}
 KINDS = ("Baton", "plain vLLM")
 
 
