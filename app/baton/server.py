@@ -226,7 +226,8 @@ def _add_middleware(
         AuthMiddleware,
         keyring=keyring,
         admission=gateway.admission,
-        open_to_all=not settings.loopback,
+        # Behind a proxy of this machine everybody comes from it.
+        open_to_all=not settings.loopback or bool(settings.root_path or settings.edge.allowed_hosts),
         files=files,
     )
     app.add_middleware(OriginMiddleware, settings=settings, keyless=keyring is None)

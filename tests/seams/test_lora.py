@@ -166,7 +166,7 @@ async def test_one_in_the_place_of_another_is_another_to_vllm(
     await settle()
     assert (engine.known["a"].lora_int_id, engine.client.held) == (2, {2})
     assert engine.adapters.of(new).request is engine.known["a"]
-    with pytest.raises(ModelNotFound):
+    with pytest.raises(EngineUnavailable):
         engine.adapters.of(adapters["a"])
 
 

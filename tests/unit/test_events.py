@@ -217,6 +217,19 @@ async def test_feeds_are_bounded_and_those_that_are_listened_to_stay(events: Eve
     await listened.close()
 
 
+async def test_a_stream_ends_with_its_key(events: Events, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOOK_EVERY_S", 0.01)
+    known = True
+    stream = events.follow("acme", "key", None, most=8, valid=lambda: known)
+    await anext(stream)
+    reading = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0.03)
+    assert not reading.done()
+    known = False
+    with pytest.raises(StopAsyncIteration):
+        await asyncio.wait_for(reading, 5)
+
+
 async def test_a_tenant_that_nobody_listens_for_costs_nothing(events: Events) -> None:
     def never() -> dict[str, Any]:
         raise AssertionError("nobody asked")

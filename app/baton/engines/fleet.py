@@ -166,6 +166,14 @@ class Supervisor:
         if due and (counted := self.figures("vllm:generation_tokens_total")):
             self._tokens.append((now, sum(counted)))
 
+    def returns(self) -> bool:
+        """Whether the engine runs, or will without an operator's act."""
+        return self._act is Act.RESTART or self.state in (
+            *RUNNING,
+            EngineState.STARTING,
+            EngineState.RESTARTING,
+        )
+
     def refusal(self) -> EngineUnavailable:
         """Make the error that says why the engine takes no request now, and when to retry."""
         name, state = self.engine.name, self.state

@@ -68,6 +68,7 @@ class RequestState:
         large: work on its body is done in threads, however small the body is that was sent.
         send: sends ASGI messages to the server, past all middleware.
         operator: its key is an operator's; without keys, it came from this machine.
+        valid: returns whether its key is still one.
     """
 
     context: RequestContext
@@ -80,6 +81,7 @@ class RequestState:
     large: bool = False
     send: Send | None = None
     operator: bool = False
+    valid: Callable[[], bool] = lambda: True
 
     def note(self, error: BatonError) -> None:
         """Note the error that the request is answered with.

@@ -158,7 +158,7 @@ class AuditQueue:
     def add(self, audit: Audit) -> bool:
         """Add an audit; returns False if there are too many."""
         size = audit.bytes + sum(each.bytes for each in self._waiting)
-        mine = sum(each.engine is audit.engine for each in self._waiting)
+        mine = sum(each.engine.base == audit.engine.base for each in self._waiting)
         if mine >= MOST or size > MOST_BYTES:
             return False
         self._waiting.append(audit)

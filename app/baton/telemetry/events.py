@@ -19,6 +19,8 @@ from baton.telemetry.metrics import EventMetrics
 
 RING = 512
 """Events of a tenant that a client may have missed and still get."""
+LOOK_EVERY_S = 1.0
+"""Seconds between two looks whether the key of a stream is still one."""
 WAITING = 256
 """Events that may wait for one client; one that does not read them is dropped."""
 FEEDS = 256
@@ -139,7 +141,13 @@ class Events:
         return {"type": kind, "at": round(self._wall(), 3), **data}
 
     async def follow(
-        self, tenant: str, key: str, last_id: str | None, *, most: int
+        self,
+        tenant: str,
+        key: str,
+        last_id: str | None,
+        *,
+        most: int,
+        valid: Callable[[], bool] = lambda: True,
     ) -> AsyncGenerator[str, None]:
         """Yield a tenant's events from now on, and those that a client missed before; ends with the gateway.
 
@@ -147,6 +155,7 @@ class Events:
             key: whose streams are counted.
             last_id: id of the last event that the client got; None: it begins.
             most: streams that a key may have open.
+            valid: returns whether the key is still one; asked every second, it ends the stream.
 
         Raises:
             RateLimited: the key has as many.
@@ -166,7 +175,14 @@ class Events:
         self._streams[key] += 1
         self._metrics.streams.inc()
         try:
-            while (events := await listener.next()) is not None:
+            while valid():
+                try:
+                    async with asyncio.timeout(LOOK_EVERY_S):
+                        events = await listener.next()
+                except TimeoutError:
+                    continue
+                if events is None:
+                    return
                 yield events
         finally:
             feed.listeners.discard(listener)

@@ -80,12 +80,15 @@ def build_fleet(
     for each in engines:
         each.peers = [other for other in engines if other is not each and other.says_the_same(each)]
     _log_dtypes(settings, models)
-    return Fleet(
+    fleet = Fleet(
         [*engines, *remote],
         supervision=settings.supervision,
         shared_registries=(REGISTRY,),
         at_once=_starts_at_once(settings, models) if server is not None else 1,
     )
+    for each in engines:
+        each.returns = fleet.supervisor(each.name).returns
+    return fleet
 
 
 def adapters_of(settings: Settings, engine: EngineSettings) -> list[Adapter]:

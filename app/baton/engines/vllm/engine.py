@@ -176,6 +176,7 @@ class VllmEngine:
 
     Attributes:
         peers: engines of the same weights and arguments, at which requests may go on.
+        returns: returns whether it runs or will by itself; not once it is given up or an operator stopped it.
     """
 
     def __init__(
@@ -193,6 +194,7 @@ class VllmEngine:
     ) -> None:
         self._resume_s = resume_s
         self.peers: Sequence[VllmEngine] = ()
+        self.returns: Callable[[], bool] = lambda: True
         self._settings = settings
         self.name, self.aliases, self.default = settings.name, settings.aliases, settings.default
         self.base = settings.name
@@ -299,9 +301,13 @@ class VllmEngine:
 
     async def load_adapter(self, adapter: Adapter) -> None:
         held = self._require_running().adapters
+        if self._state is EngineState.STARTING:  # it loads those that it knows
+            raise EngineUnavailable()
         self.adapters[adapter.name] = await held.load(adapter)
 
     async def unload_adapter(self, name: str) -> None:
+        if self._state is EngineState.STARTING:
+            raise EngineUnavailable()
         if self.adapters.pop(name, None) is None:
             raise ModelNotFound(f"There is no adapter '{name}' here.", param="lora_name")
         if self._running is not None:
@@ -320,7 +326,7 @@ class VllmEngine:
                 if not self._cards and name in self._settings.adapters:
                     raise StartError(f"engines '{self.name}': adapters.{name}: {error}") from None
                 self._log.error("adapter_lost", adapter=name, cause=str(error))
-                del self.adapters[name]
+                self.adapters.pop(name, None)
 
     async def start(self, report: Report) -> None:
         self._state = EngineState.STARTING
@@ -416,7 +422,9 @@ class VllmEngine:
     async def _find_again(self) -> Streams | None:
         """Wait until this engine, or one like it, is ready to go on with requests that it was lost under."""
         deadline = time.monotonic() + self._resume_s
-        while time.monotonic() < deadline:
+        if self._state is EngineState.STARTING and self._running is not None:
+            return None  # it is its own warm-up that it was lost under
+        while time.monotonic() < deadline and any(engine.returns() for engine in (*self.peers, self)):
             for engine in (*self.peers, self):
                 if engine.state is EngineState.READY and engine._running is not None:
                     return engine._running.streams

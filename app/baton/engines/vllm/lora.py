@@ -107,11 +107,16 @@ class LoadedAdapters:
         """Return an adapter as it is held.
 
         Raises:
-            ModelNotFound: it was unloaded, or replaced, since the request picked it.
+            ModelNotFound: it was unloaded since the request picked it.
+            EngineUnavailable: it was replaced since then.
         """
         for each in self._held:
             if each.adapter == adapter and not each.leaves:
                 return each
+        if any(each.adapter.name == adapter.name and not each.leaves for each in self._held):
+            raise EngineUnavailable(
+                f"The adapter '{adapter.name}' was replaced as the request began; try again.", retry_after_s=1
+            )
         raise _gone(adapter)
 
     async def load(self, adapter: Adapter) -> Adapter:

@@ -26,6 +26,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.engine.output_processor import RequestOutputCollector, RequestState
 
 from baton.engines.transfers import TransferRequest
+from baton.engines.vllm.images import hashes_of
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -49,7 +50,8 @@ OURS = frozenset({"kv_transfer_params"})
 
 
 MOST_MOVES = 2
-"""Times that a request may go on: one under which a third engine is lost is taken to be the cause."""
+"""Times that a request may go on: one under which a third engine is lost is taken to be the cause, as is one
+that said nothing between two losses."""
 
 
 class Streams:
@@ -104,13 +106,17 @@ class Streams:
             EngineDeadError: the core was lost, and the request cannot go on, or no engine came in time.
             EngineGenerateError: vLLM failed otherwise.
         """
-        at, queue, moves = self, None, 0
+        at, queue, moves, since = self, None, 0, 0
         try:
             while queue is None:
                 try:
                     queue = await at.client.add_request(request_id, prompt, params, **options)
                 except EngineDeadError:
+                    if options.get("lora_request") is not None or hashes_of(prompt):
+                        raise  # of that engine: its adapter's number, its images
                     at, moves = await at._next(moves), moves + 1
+                    if transfer is not None and transfer.moves_kv:
+                        at._expect(tag, transfer)
                     resumed()
             finished = False
             while not finished:
@@ -121,7 +127,7 @@ class Streams:
                     if unread is not None and unread.finished:
                         yield unread
                         return
-                    at, queue = await at._move(queue, moves, transfer, tag)
+                    at, queue, since = await at._move(queue, moves, since, transfer, tag)
                     moves += 1
                     resumed()
                     if unread is not None:
@@ -153,15 +159,30 @@ class Streams:
         return found
 
     async def _move(
-        self, queue: RequestOutputCollector, moves: int, transfer: TransferRequest | None, tag: str
-    ) -> tuple[Streams, RequestOutputCollector]:
-        """Hand the states of a request, one for each of its answers, to the engine that goes on with it."""
+        self,
+        queue: RequestOutputCollector,
+        moves: int,
+        since: int,
+        transfer: TransferRequest | None,
+        tag: str,
+    ) -> tuple[Streams, RequestOutputCollector, int]:
+        """Hand the states of a request, one for each of its answers, to the engine that goes on with it.
+
+        Args:
+            moves: how often it was moved.
+            since: the most tokens that an answer had said at the last move.
+
+        Returns:
+            The engine's streams, the queue of its outputs, and the most tokens that an answer has said.
+        """
         states = [
             state for state in self.client.output_processor.request_states.values() if state.queue is queue
         ]
         requests = [self._sent.get(state.request_id) for state in states]
         for state, request in zip(states, requests, strict=True):
             why = "it was never sent" if request is None else hindrance(request, state, transfer)
+            if why is None and moves and _said(state) <= since:
+                why = "it said nothing since it lost an engine before, and may be the cause"
             if why is not None:
                 log.warning("request_not_resumed", request_id=tag or None, reason=why)
                 raise EngineDeadError()
@@ -178,7 +199,7 @@ class Streams:
             assert request is not None
             found._sent[state.request_id] = request  # whole: it may have to move once more
             await found._send(continued(request, state))
-        return found, moved
+        return found, moved, max(map(_said, states))
 
     def _adopt(self, state: RequestState, queue: RequestOutputCollector) -> None:
         processor = self.client.output_processor
@@ -190,7 +211,8 @@ class Streams:
         self.client._run_output_handler()
 
     async def _note_and_send(self, request: EngineCoreRequest) -> None:
-        self._sent[request.request_id] = request
+        if request.sampling_params is not None:  # what is pooled is not moved, and nothing would forget it
+            self._sent[request.request_id] = request
         await self._send(request)
 
     def _keep_unread(self, error: Exception) -> None:
@@ -208,13 +230,18 @@ class Streams:
         self._sent.pop(queue.request_id, None)
 
 
+def _said(state: RequestState) -> int:
+    return state.detokenizer.num_output_tokens() if state.detokenizer is not None else 0
+
+
 def hindrance(
     request: EngineCoreRequest, state: RequestState, transfer: TransferRequest | None
 ) -> str | None:
     """Return why a request cannot go on at another core; None: it can."""
     params, detokenizer = request.sampling_params, state.detokenizer
-    if params is None or detokenizer is None or request.prompt_token_ids is None:
-        return "its prompt has no token ids"
+    embedded = request.prompt_token_ids is None or request.prompt_embeds is not None
+    if params is None or detokenizer is None or embedded:
+        return "its prompt is not all token ids"
     if request.lora_request is not None:
         return "its adapter may have another number there"
     if request.mm_features:
@@ -248,6 +275,7 @@ def continued(request: EngineCoreRequest, state: RequestState) -> EngineCoreRequ
     params.min_tokens = max(0, params.min_tokens - len(said))
     params.prompt_logprobs = params.prompt_logprob_token_ids = None
     if params.seed is not None:
-        params.seed += len(said)  # with the same one the random numbers of the beginning would come again
+        # With the same one the random numbers of the beginning would come again; 64 bits hold it.
+        params.seed = (params.seed + len(said)) % 2**63
     rest.prompt_token_ids, rest.sampling_params = [*request.prompt_token_ids, *said], params
     return rest

@@ -337,6 +337,8 @@ class AuthMiddleware:
             if key is None:
                 raise Unauthorized()
             state.context.tenant, state.key_id, state.operator = key.tenant, key.id, key.operator
+            keyring, presented = self._keyring, presented_key(scope["headers"])
+            state.valid = lambda: keyring.find(presented) is not None
         else:
             state.operator = self._operated
         if scope["path"] not in UNCOUNTED:

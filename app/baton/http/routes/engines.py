@@ -142,6 +142,7 @@ async def follow_events(request: Request) -> Response:
         state.key_id,
         request.headers.get("last-event-id"),
         most=edge.event_streams,
+        valid=state.valid,
     )
     stream = await event_stream(events, gateway.metrics, {}, keep_alive_s=edge.keep_alive_s)
     stream.endless = True

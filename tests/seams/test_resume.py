@@ -1,0 +1,228 @@
+"""Which requests go on after an engine's loss, and that nothing of them is kept: on vLLM's own front end, without a core."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+
+from baton.engines.vllm.resume import STATELESS, Streams, hindrance
+
+pytestmark = [pytest.mark.fault("A15"), pytest.mark.anyio]
+
+
+class Core:
+    """What is sent to an engine's core."""
+
+    def __init__(self) -> None:
+        self.got: list[EngineCoreRequest] = []
+
+    async def add_request_async(self, request: EngineCoreRequest) -> None:
+        self.got.append(request)
+
+
+class Client:
+    """vLLM's front end of one engine, whose core is the test."""
+
+    def __init__(self) -> None:
+        self.engine_core, self.lost = Core(), False
+        self.output_processor = OutputProcessor(None, log_stats=False)
+
+    async def add_request(
+        self, request_id: str, prompt: Any, params: SamplingParams, **options: Any
+    ) -> RequestOutputCollector:
+        if self.lost:
+            raise EngineDeadError()
+        request = EngineCoreRequest(
+            request_id, list(prompt), None, params, None, 0.0, options.get("lora_request"), None, None
+        )
+        request.external_req_id = request_id
+        queue = RequestOutputCollector(params.output_kind, request_id)
+        self.output_processor.add_request(request, None, None, 0, queue)
+        await self.engine_core.add_request_async(request)
+        return queue
+
+    async def abort(self, request_id: str, internal: bool) -> None:
+        self.output_processor.abort_requests([request_id], internal)
+
+    def _run_output_handler(self) -> None:
+        """The test says what the core does."""
+
+    def says(self, request_id: str, *tokens: int, ends: bool = False) -> None:
+        output = EngineCoreOutput(
+            request_id, list(tokens), finish_reason=FinishReason.LENGTH if ends else None
+        )
+        self.output_processor.process_outputs([output])
+
+    def dies(self) -> None:
+        self.lost = True
+        self.output_processor.propagate_error(EngineDeadError())
+
+
+class House:
+    """Engines one after the other: when one is lost, the next goes on."""
+
+    def __init__(self, count: int) -> None:
+        self.clients = [Client() for _ in range(count)]
+        self.resumed = 0
+        self.streams = [
+            Streams(client, self._find(at), lambda _tag, _transfer: None, self._count)  # type: ignore[arg-type]
+            for at, client in enumerate(self.clients)
+        ]
+
+    def _find(self, at: int) -> Callable[[], Any]:
+        async def find() -> Streams | None:
+            return self.streams[at + 1] if at + 1 < len(self.streams) else None
+
+        return find
+
+    def _count(self) -> None:
+        self.resumed += 1
+
+    def ask(self, **more: Any) -> AsyncIterator[RequestOutput]:
+        params = SamplingParams(max_tokens=8, output_kind=RequestOutputKind.DELTA, detokenize=False)
+        for name, value in more.pop("params", {}).items():
+            setattr(params, name, value)
+        return self.streams[0].generate([1, 2, 3], params, "r", **more)
+
+
+async def some(outputs: AsyncIterator[RequestOutput]) -> list[int]:
+    return list((await anext(outputs)).outputs[0].token_ids)
+
+
+async def test_it_goes_on_behind_what_was_said_and_nothing_of_it_is_kept() -> None:
+    house = House(3)
+    first, second, third = house.clients
+    outputs = house.ask(params={"seed": 2**63 - 1, "min_tokens": 3})
+    reading = asyncio.ensure_future(some(outputs))
+    await asyncio.sleep(0)
+    first.says("r", 10)
+    assert await reading == [10]
+    first.says("r", 11, 12)
+    first.dies()  # before 11 and 12 were read
+    assert await some(outputs) == [11, 12]
+    (going_on,) = second.engine_core.got
+    assert going_on.prompt_token_ids == [1, 2, 3, 10, 11, 12]
+    assert going_on.sampling_params is not None
+    assert (going_on.sampling_params.max_tokens, going_on.sampling_params.min_tokens) == (5, 0)
+    assert going_on.sampling_params.seed == 2, "of 63 bits"
+    second.says("r", 13)
+    assert await some(outputs) == [13]
+    second.dies()
+    reading = asyncio.ensure_future(some(outputs))
+    await asyncio.sleep(0.01)
+    assert third.engine_core.got[0].prompt_token_ids == [1, 2, 3, 10, 11, 12, 13], "once"
+    third.says("r", 14, ends=True)
+    assert await reading == [14]
+    with pytest.raises(StopAsyncIteration):
+        await anext(outputs)
+    assert house.resumed == 2
+    assert not any(client.output_processor.request_states for client in house.clients)
+    assert not third_kept(house)
+
+
+def third_kept(house: House) -> dict[str, Any]:
+    return house.streams[-1]._sent | {str(key): value for key, value in house.streams[-1]._unread.items()}
+
+
+async def test_one_that_says_nothing_between_two_losses_is_taken_to_be_the_cause() -> None:
+    house = House(4)
+    outputs = house.ask()
+    reading = asyncio.ensure_future(some(outputs))
+    for client in house.clients[:2]:
+        await asyncio.sleep(0.01)
+        client.dies()
+    with pytest.raises(EngineDeadError):
+        await reading
+    assert house.resumed == 1
+    assert not house.clients[2].engine_core.got
+
+
+async def test_an_adapters_number_is_one_engines_alone() -> None:
+    house = House(2)
+    house.clients[0].lost = True
+    with pytest.raises(EngineDeadError):
+        await anext(house.ask(lora_request=SimpleNamespace(lora_name="a")))
+    assert not house.clients[1].engine_core.got
+
+
+async def test_a_client_that_leaves_leaves_nothing_behind() -> None:
+    house = House(2)
+    outputs = house.ask()
+    reading = asyncio.ensure_future(some(outputs))
+    await asyncio.sleep(0)
+    house.clients[0].says("r", 10)
+    await reading
+    house.clients[0].dies()
+    reading = asyncio.ensure_future(some(outputs))
+    await asyncio.sleep(0.01)
+    reading.cancel()
+    await asyncio.gather(reading, return_exceptions=True)
+    assert not house.clients[1].output_processor.request_states
+    assert not third_kept(house)
+
+
+async def test_what_is_pooled_is_not_noted() -> None:
+    house = House(1)
+    pooled = EngineCoreRequest("p", [1], None, None, SimpleNamespace(), 0.0, None, None, None)  # type: ignore[arg-type]
+    await house.clients[0].engine_core.add_request_async(pooled)
+    assert not house.streams[0]._sent
+
+
+@pytest.mark.parametrize("name", STATELESS)
+def test_what_only_the_core_knew_is_told(name: str) -> None:
+    request = EngineCoreRequest("r", [1], None, SamplingParams(), None, 0.0, None, None, None)
+    state: Any = SimpleNamespace(detokenizer=SimpleNamespace(output_token_ids=[5]))
+    assert hindrance(request, state, None) is None
+    setattr(request.sampling_params, name, object())
+    assert name in (hindrance(request, state, None) or "")
+    state.detokenizer.output_token_ids = []
+    assert hindrance(request, state, None) is None, "it begins anew"
+
+
+def test_every_parameter_of_a_sample_is_decided() -> None:
+    """A new one may depend on what was said: put it into `STATELESS` of resume.py, or here."""
+    no_matter = {
+        "n",
+        "repetition_penalty",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "stop",
+        "stop_token_ids",
+        "ignore_eos",
+        "max_tokens",
+        "min_tokens",
+        "logprobs",
+        "prompt_logprobs",
+        "prompt_logprob_token_ids",
+        "prompt_logprob_start",
+        "logprob_token_ids",
+        "flat_logprobs",
+        "detokenize",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "include_stop_str_in_output",
+        "output_kind",
+        "stream_interval",
+        "skip_clone",
+        "output_text_buffer_length",
+        "logit_bias",
+        "allowed_token_ids",
+        "extra_args",
+        "skip_reading_prefix_cache",
+        "routed_experts_prompt_start",
+    }
+    fields = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")}
+    assert fields == no_matter | set(STATELESS)
