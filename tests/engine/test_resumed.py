@@ -59,6 +59,7 @@ def test_a_greedy_stream_goes_on_with_the_very_tokens(gateway: RealGateway, both
     assert without_cache(again[3]) == without_cache(usage)
 
 
+@pytest.mark.chaos
 def test_an_answer_in_one_piece_goes_on_and_its_header_says_so(gateway: RealGateway) -> None:
     """The request of no stream has had no event: it is killed while it works."""
     wait_until_both_are_ready(gateway)
@@ -96,6 +97,7 @@ def chat_text(found: list[dict[str, Any]]) -> str:
     )
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize(
     "more",
     [{"stop": ["12", "nothing of this kind"]}, {"repetition_penalty": 1.2, "min_tokens": LENGTH}],
@@ -111,6 +113,7 @@ def test_a_chat_goes_on(gateway: RealGateway, more: dict[str, Any]) -> None:
     assert without_cache(again[-1]["usage"]) == without_cache(whole[-1]["usage"])
 
 
+@pytest.mark.chaos
 def test_each_of_several_sampled_answers_goes_on(gateway: RealGateway) -> None:
     body = CHAT | {"n": 3, "temperature": 1, "seed": 7, "ignore_eos": True}
     found = stream(gateway, "/v1/chat/completions", body, 9).events
@@ -121,6 +124,7 @@ def test_each_of_several_sampled_answers_goes_on(gateway: RealGateway) -> None:
     assert found[-1]["usage"]["completion_tokens"] == 3 * LENGTH
 
 
+@pytest.mark.chaos
 def test_what_a_core_alone_knows_ends_as_before_and_says_why(gateway: RealGateway) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string", "minLength": 40}}, "required": ["a"]}
     shape = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
@@ -140,6 +144,7 @@ def test_the_handoff_of_an_answer_that_went_on_is_exact(gateway: RealGateway) ->
     assert told(relayed)["source"]["outcome"] in ("loaded", "resident")
 
 
+@pytest.mark.chaos
 def test_a_request_that_started_from_a_handoff_goes_on(gateway: RealGateway) -> None:
     wait_until_both_are_ready(gateway)
     saved = once_saved(gateway, told(ask(gateway, "one", DOCUMENT, handoff={"save": True})))

@@ -284,3 +284,12 @@ def test_the_sdk_is_imported_by_the_first_who_asks() -> None:
     """It takes a second, and a gateway without a user of it needs it never."""
     code = "import sys, baton.server; sys.exit(any(name.split('.')[0] == 'mcp' for name in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_what_is_no_message_is_told_in_our_words(fake_gateway: FakeGateway) -> None:
+    with fake_gateway.client(headers={"Accept": "application/json, text/event-stream"}) as client:
+        answer = client.post("/mcp", json={"model": "alpha", "prompt": "0"})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == -32602
+    assert "pydantic" not in answer.text
+    assert "send a JSON-RPC 2.0 object" in answer.json()["error"]["message"]

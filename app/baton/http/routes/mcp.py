@@ -188,6 +188,13 @@ TOOLS: Mapping[str, OwnTool] = {
 }
 
 
+UNREADABLE = b'"message":"Validation error: '
+INVALID = {
+    "code": -32602,
+    "message": "This is no message of the Model Context Protocol: send a JSON-RPC 2.0 object, as SDKs do.",
+}
+
+
 @router.post("/mcp", response_class=Response)
 async def model_context_protocol(request: Request) -> Response:
     """Answer one message of the Model Context Protocol (streamable HTTP): its tools ask this gateway.
@@ -226,6 +233,8 @@ async def _answered(request: Request) -> Response:
     headers = Headers(raw=start.get("headers", []))
     kept = {name: value for name, value in headers.items() if name != "content-length"}
     body = b"".join(message.get("body", b"") for message in rest)
+    if UNREADABLE in body:  # the SDK goes on with what pydantic says of its own types
+        body = json.dumps({"jsonrpc": "2.0", "id": None, "error": INVALID}).encode()
     return Response(body, start["status"], kept)
 
 
