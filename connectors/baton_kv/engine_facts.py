@@ -25,6 +25,10 @@ NOT_OF_A_SLAB = frozenset(
 )
 """Fields of a spec that do not change what a slab holds: how heads are shared out, where blocks begin."""
 
+NOT_OF_ADAPTERS = frozenset(("max_loras", "max_cpu_loras", "max_lora_rank"))
+"""Fields of a `LoRAConfig` that do not change what is computed: how many may be held, and the rank up to
+which matrices are filled up with zeros."""
+
 SPARSE_MLA = ("tokens_per_state", "model_version", "cache_role", "is_index_group_leader", "alignment")
 """Fields of a spec that tell DeepSeek's sparse attention from plain MLA."""
 
@@ -175,7 +179,14 @@ def facts_of(
         "loader": repr(config.load_config.model_loader_extra_config),
         "long_rope": _long_rope(model),
         "images": _image_settings(model),
-    } | ({"lora": True} if config.lora_config is not None else {})  # its layers are others
+    } | ({"lora": _lora_facts(config.lora_config)} if config.lora_config is not None else {})
+
+
+def _lora_facts(lora: Any) -> dict[str, str]:
+    """Collect the settings of an engine's LoRA layers that change what they compute, whatever the adapter."""
+    names = (field.name for field in fields(lora) if field.name not in NOT_OF_ADAPTERS)
+    found = {name: str(getattr(lora, name)) for name in names}
+    return found | {"target_modules": str(lora.target_modules and sorted(set(lora.target_modules)))}
 
 
 def _draft_digest(config: VllmConfig, known: KnownDigests | None) -> str | None:

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import KVTransferConfig, LoRAConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.lora.ops.torch_ops import bgmv_expand_slice, bgmv_shrink
 from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
@@ -205,6 +206,70 @@ def test_a_draft_model_s_weights_are_a_fact_and_drafts_without_weights_are_none(
     (tmp_path / "model.safetensors").write_bytes(b"\1" * 1000)
     assert before is not None
     assert fact(str(tmp_path)) not in (None, before)
+
+
+LORA_CHANGES: dict[str, Any] = {
+    "fully_sharded_loras": True,
+    "lora_dtype": torch.float16,
+    "target_modules": ["q_proj"],
+    "default_mm_loras": {"image": "/adapters/image"},
+    "enable_tower_connector_lora": True,
+    "specialize_active_lora": True,
+    "enable_mixed_moe_lora_format": True,
+    "enable_moe_shared_loras": True,
+    "max_lora_cls_labels": 7,
+}
+LORA_ROOM: dict[str, Any] = {"max_loras": 3, "max_cpu_loras": 9, "max_lora_rank": 64}
+
+
+def lora_facts(configured: Configured, monkeypatch: pytest.MonkeyPatch, **changed: Any) -> dict[str, Any]:
+    monkeypatch.setattr(configured.vllm, "lora_config", LoRAConfig(**changed))
+    return configured.facts()
+
+
+def test_every_field_of_vllm_s_lora_settings_is_decided() -> None:
+    """A field that is new must be put into one of the two, and into `NOT_OF_ADAPTERS` with reason alone."""
+    assert {each.name for each in dataclasses.fields(LoRAConfig)} == {*LORA_CHANGES, *LORA_ROOM}
+    assert set(LORA_ROOM) == engine_facts.NOT_OF_ADAPTERS
+
+
+@pytest.mark.fault("B19")
+@pytest.mark.parametrize("name", LORA_CHANGES)
+def test_lora_settings_that_change_what_an_adapter_computes_make_another_fingerprint(
+    configured: Configured, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """As other target modules do: the same adapter then changes other layers."""
+    without, usual = configured.facts(), lora_facts(configured, monkeypatch)
+    changed = lora_facts(configured, monkeypatch, **{name: LORA_CHANGES[name]})
+    assert "lora" not in without, "an engine without LoRA has the fingerprint that it had"
+    assert len({fingerprint(each) for each in (without, usual, changed)}) == 3
+
+
+@pytest.mark.fault("B19")
+def test_the_order_of_target_modules_and_room_for_adapters_are_no_facts(
+    configured: Configured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    orders = (["q_proj", "v_proj"], ["v_proj", "q_proj"])
+    one, other = (lora_facts(configured, monkeypatch, target_modules=each) for each in orders)
+    assert one == other != lora_facts(configured, monkeypatch, target_modules=["q_proj"])
+    assert lora_facts(configured, monkeypatch, **LORA_ROOM) == lora_facts(configured, monkeypatch)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_zeros_up_to_the_largest_rank_change_no_bit(dtype: torch.dtype) -> None:
+    """Why `max_lora_rank` is no fact, by vLLM's own CPU kernels."""
+    generator = torch.Generator().manual_seed(7)
+    inputs, down, up = (torch.randn(*shape, generator=generator) for shape in ((7, 576), (8, 576), (576, 8)))
+    rows, found = torch.zeros(7, dtype=torch.long), []
+    for rank in (8, 16, 256):
+        narrow, wide = torch.zeros(1, 1, rank, 576, dtype=dtype), torch.zeros(1, 1, 576, rank, dtype=dtype)
+        narrow[0, 0, :8], wide[0, 0, :, :8] = down, up
+        inner, outer = torch.zeros(7, rank), torch.zeros(7, 576, dtype=dtype)
+        bgmv_shrink(inputs.to(dtype), narrow, inner, rows)
+        bgmv_expand_slice(inner, wide, outer, rows, 0, 576)
+        found.append(outer)
+    assert found[0].any()
+    assert all(torch.equal(found[0], each) for each in found)
 
 
 def test_how_many_heads_one_rank_holds_is_no_fact(configured: Configured) -> None:
