@@ -108,7 +108,8 @@ class Entry:
 
     Raises:
         EntryInvalid: the file is truncated, corrupt or forged, or was saved under another key.
-        EntryIncompatible: another version of this format wrote the file.
+        EntryIncompatible: another version of this format wrote the file. Never of a part, which an entry of
+            this version names: that is corrupt.
     """
 
     def __init__(
@@ -129,6 +130,10 @@ class Entry:
         reader = self._reader
         try:
             layout, text = EntryLayout.read(reader)
+        except EntryIncompatible:
+            if self._part is None:
+                raise
+            raise self._invalid("a part claims another version of the entry format") from None
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
             raise self._invalid(f"the header cannot be read ({type(error).__name__})") from None
         if len(reader) != layout.size:
