@@ -6,7 +6,6 @@ Only this module, `engine_facts`, `extension` and `joins.supported` import vLLM.
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +26,7 @@ from vllm.v1.request import RequestStatus
 
 from baton_kv.blocks import KVBlocks, LayoutRefused
 from baton_kv.contract import TransferOutcome
+from baton_kv.copies import cores_for
 from baton_kv.engine_facts import (
     adapters_proved,
     backends_of,
@@ -227,8 +227,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             verify=self._verify,
             rank=self._vllm_config.parallel_config.rank,
             ranks=self._ranks,
-            resident=self._resident,
-            savers=savers_for(os.cpu_count()),
+            resident=self._resident // self._ranks,
+            savers=savers_for(len(cores_for(blocks.device)), self._ranks),
         )
 
     def enable_moves(self, model: torch.nn.Module) -> str | None:

@@ -54,5 +54,5 @@ class ConnectorSettings(BaseModel):
         ByteSize(0),
         ge=0,
         description="Bytes of KV that stay in the engine's memory once they were saved or verified there, so "
-        "that later loads need not verify them; each rank has as many. 0: none do.",
+        "that later loads need not verify them; its ranks have equal shares of them. 0: none do.",
     )

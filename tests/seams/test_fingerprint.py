@@ -281,21 +281,27 @@ def test_how_many_heads_one_rank_holds_is_no_fact(configured: Configured) -> Non
 LAYOUT = WorkerLayout(("layer.0", "layer.1"), (LayerShape(4, 1024), LayerShape(4, 1024)))
 
 
-def made_connector(configured: Configured, store: Path, ranks: int = 1) -> connector.BatonConnector:
-    """The scheduler's connector of a real configuration with so many ranks."""
+def made_connector(
+    configured: Configured,
+    store: Path,
+    ranks: int = 1,
+    role: KVConnectorRole = KVConnectorRole.SCHEDULER,
+    **extra: Any,
+) -> connector.BatonConnector:
+    """The connector of a real configuration with so many ranks."""
     transfer = KVTransferConfig(
         kv_connector="BatonConnector",
         kv_connector_module_path="baton_kv.connector",
         kv_role="kv_both",
         kv_load_failure_policy="recompute",
-        kv_connector_extra_config={"store": f"file:{store}"},
+        kv_connector_extra_config={"store": f"file:{store}"} | extra,
     )
     parallel = dataclasses.replace(configured.vllm.parallel_config)
     parallel.tensor_parallel_size = ranks
     whole, cache = copy.copy(configured.vllm), copy.copy(configured.cache)
     cache.num_blocks = 64
     whole.kv_transfer_config, whole.parallel_config = transfer, parallel
-    return connector.BatonConnector(whole, KVConnectorRole.SCHEDULER, cache)
+    return connector.BatonConnector(whole, role, cache)
 
 
 def test_the_fingerprint_is_of_what_all_workers_hold(configured: Configured, tmp_path: Path) -> None:
@@ -364,3 +370,27 @@ def test_replaced_weights_have_a_fingerprint_that_no_other_engine_has(
         found.append(made._planning._fingerprint)
         assert made._planning._planner._fingerprint == found[-1]
     assert len(set(found)) == 3
+
+
+@pytest.mark.parametrize(("ranks", "savers", "resident"), [(1, 4, 1000), (2, 2, 500), (8, 1, 125)])
+def test_ranks_share_an_engine_s_cores_and_its_resident_memory(
+    configured: Configured,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    ranks: int,
+    savers: int,
+    resident: int,
+) -> None:
+    """The cores are those that the engine may run on, however many the machine has."""
+    layers = {
+        name: SimpleNamespace(get_attn_backend=lambda: cpu_attn.CPUAttentionBackend)
+        for name in ("layer.0", "layer.1")
+    }
+    monkeypatch.setattr(configured.vllm.compilation_config, "static_forward_context", layers)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.setattr("os.cpu_count", lambda: 96)
+    found: dict[str, Any] = {}
+    monkeypatch.setattr(connector, "WorkerRole", lambda *_, **given: found.update(given))
+    made = made_connector(configured, tmp_path / "store", ranks, KVConnectorRole.WORKER, resident=1000)
+    made.register_kv_caches({name: torch.zeros(64, 1, 32, 64) for name in layers})
+    assert (found["ranks"], found["savers"], found["resident"]) == (ranks, savers, resident)
