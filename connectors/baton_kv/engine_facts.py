@@ -68,6 +68,15 @@ def adapters_proved(config: VllmConfig, *, unproven_devices: bool = False) -> bo
     return config.lora_config is not None and plain and (current_platform.is_cpu() or unproven_devices)
 
 
+def without_adapter_exact(config: VllmConfig, *, spare: bool) -> bool:
+    """Return whether vLLM computes the KV of requests without a LoRA adapter as it should.
+
+    On CPUs it computes them, in a step that has requests with one, with what is in the last slot for
+    adapters: with nothing only where that is `spare`, which the connector cannot see for later.
+    """
+    return config.lora_config is None or not current_platform.is_cpu() or spare
+
+
 def _unproved_on_gpus(config: VllmConfig, specs: Sequence[Any]) -> list[str]:
     """List the features of a configuration that no run on a GPU has proved; see `docs/results/gpu.md`."""
     images = config.model_config.multimodal_config

@@ -41,6 +41,11 @@ class ConnectorSettings(BaseModel):
         None,
         description="AVP's name, which the gateway reads: the engine that continues this one's handoffs so.",
     )
+    spare_adapter: bool = Field(
+        False,
+        description="With LoRA on CPUs: never are as many adapters loaded as `max_loras`, as the gateway "
+        "sees to. Without it the KV of requests without an adapter is neither saved nor loaded there.",
+    )
     unproven_devices: bool = Field(
         False,
         description="Allow NVIDIA GPUs where handoffs on them are not proved: with tensor parallelism, "

@@ -13,11 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from vllm import SamplingParams
 from vllm.config import KVTransferConfig, LoRAConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.lora.ops.torch_ops import bgmv_expand_slice, bgmv_shrink
+from vllm.lora.request import LoRARequest
 from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+from vllm.v1.request import Request, RequestStatus
 
 from baton.config.groups import EngineSettings
 from baton.engines.vllm.arguments import engine_args
@@ -394,3 +397,67 @@ def test_ranks_share_an_engine_s_cores_and_its_resident_memory(
     made = made_connector(configured, tmp_path / "store", ranks, KVConnectorRole.WORKER, resident=1000)
     made.register_kv_caches({name: torch.zeros(64, 1, 32, 64) for name in layers})
     assert (found["ranks"], found["savers"], found["resident"]) == (ranks, savers, resident)
+
+
+class Planning:
+    """A scheduler role that would load seven tokens of every request.
+
+    Attributes:
+        looked: the requests for which it was asked.
+        whole: whether each finished request's KV may be kept.
+    """
+
+    def __init__(self) -> None:
+        self.looked: list[str] = []
+        self.whole: list[bool] = []
+
+    def matched(self, request_id: str, *_: Any) -> int:
+        self.looked.append(request_id)
+        return 7
+
+    def finished(self, *_: Any, whole: bool, **__: Any) -> tuple[bool, None]:
+        self.whole.append(whole)
+        return whole, None
+
+
+@pytest.mark.fault("B19")
+@pytest.mark.parametrize(
+    ("lora", "cpu", "extra", "kept"),
+    [
+        (True, True, {}, False),
+        (True, True, {"spare_adapter": False}, False),
+        (True, True, {"spare_adapter": True}, True),
+        (True, False, {"unproven_devices": True}, True),
+        (False, True, {}, True),
+    ],
+)
+def test_requests_without_an_adapter_keep_kv_only_where_vllm_computes_them_without_one(
+    configured: Configured,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    lora: bool,
+    cpu: bool,
+    extra: dict[str, bool],
+    kept: bool,
+) -> None:
+    """`test_lora` shows what vLLM's CPU kernels do; those with an adapter are not concerned."""
+    monkeypatch.setattr(configured.vllm, "lora_config", LoRAConfig() if lora else None)
+    device = SimpleNamespace(is_cpu=lambda: cpu, is_cuda=lambda: not cpu)
+    monkeypatch.setattr(engine_facts, "current_platform", device)
+    made = made_connector(configured, tmp_path / "store", **extra)
+    planning: Any = Planning()
+    made._scheduler = planning
+    for name, used in (("without", None), ("with", LoRARequest("an-adapter", 1, "/nowhere"))):
+        request = Request(
+            name,
+            prompt_token_ids=[5, 6, 7],
+            sampling_params=SamplingParams(max_tokens=1),
+            pooling_params=None,
+            lora_request=used,
+        )
+        expected = kept if used is None else lora
+        assert made.get_num_new_matched_tokens(request, 0) == ((7, True) if expected else (0, False))
+        request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+        assert made.request_finished(request, [1]) == (expected, None)
+    assert planning.looked == [name for name, yes in (("without", kept), ("with", lora)) if yes]
+    assert planning.whole == [kept, lora]
