@@ -328,7 +328,7 @@ def test_lora_modules_that_cannot_be_served_are_a_line(flags: list[str], reason:
 
 
 def test_vllm_computes_a_request_without_an_adapter_with_the_last_slot() -> None:
-    """Why one slot stays empty. If this fails, vLLM has mended it: `spare_slots` may go, with its lines of docs."""
+    """Why one slot stays empty. If this fails, vLLM has mended it: `spare_slots` and `spare_adapter` may go, with their docs."""
     slots = torch.zeros(3, 1, 4, 8)
     slots[2] = 1
     inputs, without = torch.ones(1, 8), torch.tensor([-1])
