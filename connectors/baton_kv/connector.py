@@ -6,7 +6,6 @@ Only this module, `engine_facts`, `extension` and `joins.supported` import vLLM.
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +26,7 @@ from vllm.v1.request import RequestStatus
 
 from baton_kv.blocks import KVBlocks, LayoutRefused
 from baton_kv.contract import TransferOutcome
+from baton_kv.copies import cores_for
 from baton_kv.engine_facts import (
     adapters_proved,
     backends_of,
@@ -35,6 +35,7 @@ from baton_kv.engine_facts import (
     head_shard,
     layers_of,
     require_supported,
+    without_adapter_exact,
 )
 from baton_kv.fingerprint import KnownDigests, fingerprint
 from baton_kv.folders import store_secret
@@ -180,6 +181,13 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         self._verify = settings.verify
         self._resident = int(settings.resident)
         self._adapters = adapters_proved(vllm_config, unproven_devices=settings.unproven_devices)
+        self._plain = without_adapter_exact(vllm_config, spare=settings.spare_adapter)
+        if not self._plain and role is KVConnectorRole.SCHEDULER:
+            logger.warning(
+                "baton_kv: with LoRA on CPUs the KV of requests without an adapter is neither saved nor "
+                "loaded, as vLLM may compute them with one; if fewer adapters than max_loras are ever "
+                "loaded, set spare_adapter in kv_connector_extra_config"
+            )
         self._ranks = vllm_config.parallel_config.tensor_parallel_size
         self._scheduler: SchedulerRole | None = None
         self._worker: WorkerRole | None = None
@@ -227,8 +235,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             verify=self._verify,
             rank=self._vllm_config.parallel_config.rank,
             ranks=self._ranks,
-            resident=self._resident,
-            savers=savers_for(os.cpu_count()),
+            resident=self._resident // self._ranks,
+            savers=savers_for(len(cores_for(blocks.device)), self._ranks),
         )
 
     def enable_moves(self, model: torch.nn.Module) -> str | None:
@@ -370,7 +378,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        images = images_of(request, adapters=self._adapters)
+        images = images_of(request, adapters=self._adapters, plain=self._plain)
         if images is None:
             return 0, False
         prompt = request.prompt_token_ids or []
@@ -419,7 +427,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        images = images_of(request, adapters=self._adapters)
+        images = images_of(request, adapters=self._adapters, plain=self._plain)
         return self._planning.finished(
             request.request_id,
             request.kv_transfer_params,
@@ -449,7 +457,7 @@ def _adapter_of(request: Request) -> str | None:
     return request.lora_request.lora_name if request.lora_request else None
 
 
-def images_of(request: Request, *, adapters: bool = False) -> tuple[ImageRef, ...] | None:
+def images_of(request: Request, *, adapters: bool = False, plain: bool = True) -> tuple[ImageRef, ...] | None:
     """Return the images of a request, in order; None if token ids and images do not determine its KV.
 
     That is the case with other media and prompt embeddings, and with LoRA adapters beside images, whose
@@ -458,9 +466,11 @@ def images_of(request: Request, *, adapters: bool = False) -> tuple[ImageRef, ..
 
     Args:
         adapters: whether the KV of requests with LoRA adapters may be kept, apart for each.
+        plain: whether that of requests without one may be kept.
     """
     features = request.mm_features
-    if request.prompt_embeds is not None or (request.lora_request and (features or not adapters)):
+    kept = adapters and not features if request.lora_request else plain
+    if request.prompt_embeds is not None or not kept:
         return None
     if any(feature.modality != "image" for feature in features):
         return None

@@ -125,10 +125,9 @@ class HostCopies:
             self._free.put(HostStaging())
 
     def begin_thread(self) -> None:
-        # vLLM binds a worker's first thread to one core, and threads inherit that: all copies would share the
-        # core on which the model computes. The worker's parent is not bound.
-        with contextlib.suppress(OSError, AttributeError):  # not on every system
-            os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
+        if cores := cores_for(torch.device("cpu")):
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(0, cores)
 
     def memory(self, size: int) -> memoryview:
         return private_memory(size)
@@ -236,6 +235,18 @@ class CudaCopies:
                 found.end()
         finally:
             self._free.put(found)
+
+
+def cores_for(device: torch.device) -> set[int]:
+    """Find the cores on which the threads of a device's `Copies` run; none where the system does not tell.
+
+    On CPUs vLLM binds a worker's first thread to one core, and threads inherit that: all copies would share
+    the core on which the model computes. The worker's parent is not bound.
+    """
+    try:
+        return os.sched_getaffinity(os.getppid() if device.type == "cpu" else 0)
+    except (OSError, AttributeError):
+        return set()
 
 
 def private_memory(size: int) -> memoryview:

@@ -25,6 +25,10 @@ NOT_OF_A_SLAB = frozenset(
 )
 """Fields of a spec that do not change what a slab holds: how heads are shared out, where blocks begin."""
 
+NOT_OF_ADAPTERS = frozenset(("max_loras", "max_cpu_loras", "max_lora_rank"))
+"""Fields of a `LoRAConfig` that do not change what is computed: how many may be held, and the rank up to
+which matrices are filled up with zeros."""
+
 SPARSE_MLA = ("tokens_per_state", "model_version", "cache_role", "is_index_group_leader", "alignment")
 """Fields of a spec that tell DeepSeek's sparse attention from plain MLA."""
 
@@ -62,6 +66,15 @@ def adapters_proved(config: VllmConfig, *, unproven_devices: bool = False) -> bo
     """Return whether the KV of requests with LoRA adapters may be kept: on one CPU rank, without drafts."""
     plain = config.parallel_config.tensor_parallel_size == 1 and config.speculative_config is None
     return config.lora_config is not None and plain and (current_platform.is_cpu() or unproven_devices)
+
+
+def without_adapter_exact(config: VllmConfig, *, spare: bool) -> bool:
+    """Return whether vLLM computes the KV of requests without a LoRA adapter as it should.
+
+    On CPUs it computes them, in a step that has requests with one, with what is in the last slot for
+    adapters: with nothing only where that is `spare`, which the connector cannot see for later.
+    """
+    return config.lora_config is None or not current_platform.is_cpu() or spare
 
 
 def _unproved_on_gpus(config: VllmConfig, specs: Sequence[Any]) -> list[str]:
@@ -175,7 +188,14 @@ def facts_of(
         "loader": repr(config.load_config.model_loader_extra_config),
         "long_rope": _long_rope(model),
         "images": _image_settings(model),
-    } | ({"lora": True} if config.lora_config is not None else {})  # its layers are others
+    } | ({"lora": _lora_facts(config.lora_config)} if config.lora_config is not None else {})
+
+
+def _lora_facts(lora: Any) -> dict[str, str]:
+    """Collect the settings of an engine's LoRA layers that change what they compute, whatever the adapter."""
+    names = (field.name for field in fields(lora) if field.name not in NOT_OF_ADAPTERS)
+    found = {name: str(getattr(lora, name)) for name in names}
+    return found | {"target_modules": str(lora.target_modules and sorted(set(lora.target_modules)))}
 
 
 def _draft_digest(config: VllmConfig, known: KnownDigests | None) -> str | None:

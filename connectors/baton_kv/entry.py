@@ -54,13 +54,11 @@ class Told:
 
     Attributes:
         layout: where everything is in its file.
-        tokens: every token id of the context, int32 (tokens,).
         tags: the tags of its chunks.
         digest: digest of description, token ids and tags, hexadecimal.
     """
 
     layout: EntryLayout
-    tokens: Tokens
     tags: bytes
     digest: str
 
@@ -104,11 +102,12 @@ class Entry:
         told: what it says of itself.
         description: the entry's description.
         digest: digest of description, token ids and tags, hexadecimal.
-        tokens: every token id of the context, int32 (tokens,).
+        tokens: every token id of the context, int32 (tokens,); none if it has told of itself before.
 
     Raises:
         EntryInvalid: the file is truncated, corrupt or forged, or was saved under another key.
-        EntryIncompatible: another version of this format wrote the file.
+        EntryIncompatible: another version of this format wrote the file. Never of a part, which an entry of
+            this version names: that is corrupt.
     """
 
     def __init__(
@@ -118,9 +117,10 @@ class Entry:
         self._reader = reader
         self._secret = secret
         self._tags = Tags(secret)
+        self.tokens: Tokens = numpy.empty(0, numpy.int32)
         self.told = self._read() if told is None else told
         self.description = self.told.layout.description
-        self.digest, self.tokens = self.told.digest, self.told.tokens
+        self.digest = self.told.digest
         if self.description.key != key:
             raise self._invalid("the entry was saved under another key")
 
@@ -129,6 +129,10 @@ class Entry:
         reader = self._reader
         try:
             layout, text = EntryLayout.read(reader)
+        except EntryIncompatible:
+            if self._part is None:
+                raise
+            raise self._invalid("a part claims another version of the entry format") from None
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
             raise self._invalid(f"the header cannot be read ({type(error).__name__})") from None
         if len(reader) != layout.size:
@@ -141,7 +145,8 @@ class Entry:
         digest = entry_digest(text, tokens, tags, self._secret)
         if digest != reader.read(layout.digest, layout.size):
             raise self._invalid("the description does not match its digest")
-        return Told(layout, numpy.frombuffer(tokens, dtype="<i4"), tags, digest.hex())
+        self.tokens = numpy.frombuffer(tokens, dtype="<i4")
+        return Told(layout, tags, digest.hex())
 
     def require(self, *fingerprints: str) -> None:
         """Refuse an entry of another model, layout or version.
@@ -259,7 +264,8 @@ class Resident:
     """The proved KV of several entries in one piece of memory, whose size is their budget.
 
     What must go goes as in a store: first of scopes above their fair share, then what nobody asked to save,
-    then what was not used for longest. Nothing goes while it is used.
+    then what was not used for longest. Nothing goes while it is used, and for what nobody asked to save only
+    such goes.
 
     Args:
         memory: the memory; of no bytes: nothing is kept.
@@ -343,8 +349,13 @@ class Resident:
         for each in self._kept.values():
             held[each.scope] += len(each.place)
         share = len(self._memory) / len(held)
+        gives_way = is_expendable(key)
         return min(
-            (each for each in self._kept.values() if not each.users),
+            (
+                each
+                for each in self._kept.values()
+                if not each.users and (is_expendable(each.key) or not gives_way)
+            ),
             key=lambda each: (held[each.scope] <= share, not is_expendable(each.key), each.used),
             default=None,
         )

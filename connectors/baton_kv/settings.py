@@ -41,6 +41,11 @@ class ConnectorSettings(BaseModel):
         None,
         description="AVP's name, which the gateway reads: the engine that continues this one's handoffs so.",
     )
+    spare_adapter: bool = Field(
+        False,
+        description="With LoRA on CPUs: never are as many adapters loaded as `max_loras`, as the gateway "
+        "sees to. Without it the KV of requests without an adapter is neither saved nor loaded there.",
+    )
     unproven_devices: bool = Field(
         False,
         description="Allow NVIDIA GPUs where handoffs on them are not proved: with tensor parallelism, "
@@ -54,5 +59,5 @@ class ConnectorSettings(BaseModel):
         ByteSize(0),
         ge=0,
         description="Bytes of KV that stay in the engine's memory once they were saved or verified there, so "
-        "that later loads need not verify them; each rank has as many. 0: none do.",
+        "that later loads need not verify them; its ranks have equal shares of them. 0: none do.",
     )

@@ -384,9 +384,9 @@ class WorkerRole:
         return [shared if group.window is None else each.first for group, each in groups]
 
 
-def savers_for(cores: int | None) -> int:
-    """Return how many saves should run at once on a machine of so many cores."""
-    return max(1, min(MOST_SAVERS, (cores or 1) // CORES_A_SAVER))
+def savers_for(cores: int, ranks: int = 1) -> int:
+    """Return how many saves each of so many ranks should run at once on the cores that they share."""
+    return max(1, min(MOST_SAVERS, cores // ranks // CORES_A_SAVER))
 
 
 def _lower_priority(niceness: int) -> None:

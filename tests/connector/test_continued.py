@@ -221,6 +221,28 @@ def test_a_corrupt_part_is_noticed_taken_away_and_costs_only_what_follows(
     assert contexts.load(keys[-1], [*told[-1], 1]) == rest
 
 
+@pytest.mark.fault("H6")
+@pytest.mark.parametrize("part", [0, 1])
+def test_a_part_that_claims_another_version_is_corrupt_and_taken_away(tmp_path: Path, part: int) -> None:
+    """An entry's own file of another version is left alone; but what it names was once of its own version."""
+    store = FileStore(tmp_path / "store")
+    contexts = Contexts(store)
+    told, keys = turns(3, 2 * BLOCK + 3), []
+    for tokens in told:
+        keys.append(contexts.save(tokens, keys[-1] if keys else None))
+    path = store.root / "entries" / f"{keys[part]}.kv"
+    whole = path.read_bytes()
+    assert whole.count(b"baton-kv/4") == 1
+    with path.open("r+b") as file:
+        file.seek(whole.index(b"baton-kv/4"))
+        file.write(b"baton-kv/5")
+    assert contexts.load(keys[-1], [*told[-1], 1]) is None
+    (outcome,) = contexts.engine.scheduler.take_outcomes()[-1:]
+    assert outcome.failure == "corrupt"
+    assert not path.exists()
+    assert contexts.load(keys[-1], [*told[-1], 1]) == {0: 0, 1: 2 * BLOCK}[part], "no load fails twice"
+
+
 def test_a_part_swapped_for_another_sound_entry_is_refused(tmp_path: Path) -> None:
     store = FileStore(tmp_path / "store")
     contexts = Contexts(store)

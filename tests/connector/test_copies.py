@@ -254,15 +254,20 @@ def test_the_largest_run_fits_a_slot() -> None:
 
 BOUND = """
 import os
+import torch
 from concurrent.futures import ThreadPoolExecutor
-from baton_kv.copies import HostCopies
+from baton_kv.copies import HostCopies, cores_for
 
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 with ThreadPoolExecutor(1, initializer=HostCopies(1).begin_thread) as pool:
-    print(sorted(pool.submit(os.sched_getaffinity, 0).result()))
+    used = pool.submit(os.sched_getaffinity, 0).result()
+print([sorted(each) for each in (used, cores_for(torch.device("cpu")), cores_for(torch.device("cuda")))])
 """
 
 
 def test_copies_are_not_bound_to_the_core_of_the_worker_s_first_thread() -> None:
     done = subprocess.run([sys.executable, "-c", BOUND], capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == sorted(os.sched_getaffinity(0))
+    allowed = sorted(os.sched_getaffinity(0))
+    assert json.loads(done.stdout) == [allowed, allowed, allowed[:1]], (
+        "on a GPU they stay where the worker is"
+    )

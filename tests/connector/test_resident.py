@@ -294,6 +294,22 @@ def test_what_nobody_asked_to_save_goes_first_and_then_what_was_not_used_for_lon
         assert gone not in held
 
 
+def test_what_nobody_asked_to_save_drives_out_only_its_like() -> None:
+    """However much of it there is, and whatever share its tenant has."""
+    tier = Tier(4)
+    names = (("acme", ""), ("acme", ""), ("acme", EXPENDABLE), ("acme", ""))
+    added = [tier.add(scope, PAGE_BYTES, name) for scope, name in names]
+    entries = [each for each in added if each is not None]
+    assert len(entries) == 4
+    for scope in ("acme", "globex"):
+        assert tier.add(scope, PAGE_BYTES, EXPENDABLE) is not None
+        assert [each[0] in kept_keys(tier) for each in entries] == [True, True, False, True]
+        assert len(kept_keys(tier)) == 4
+        assert tier.add(scope, 2 * PAGE_BYTES, EXPENDABLE) is None
+        assert [tier.holds(*each) for each in entries] == [True, True, False, True]
+    assert tier.add("acme", 4 * PAGE_BYTES) is not None, "what was asked for drives out all"
+
+
 def kept_keys(tier: Tier) -> set[str]:
     return {each.key for each in tier.resident._kept.values()}
 

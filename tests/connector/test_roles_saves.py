@@ -105,7 +105,8 @@ def test_several_saves_run_at_once_and_each_saves_its_own() -> None:
 
 
 def test_savers_are_few_where_cores_are() -> None:
-    assert [savers_for(cores) for cores in (None, 1, 2, 7, 8, 16, 96)] == [1, 1, 1, 1, 2, 4, 4]
+    assert [savers_for(cores) for cores in (0, 1, 2, 7, 8, 16, 96)] == [1, 1, 1, 1, 2, 4, 4]
+    assert [savers_for(16, ranks) for ranks in (1, 2, 4, 8, 32)] == [4, 2, 1, 1, 1]
 
 
 def test_what_nobody_asked_for_is_saved_by_a_thread_that_gives_way() -> None:

@@ -340,6 +340,7 @@ def test_an_engine_that_hands_over_gets_our_connector() -> None:
     assert made is not None
     assert (made.kv_connector, made.kv_connector_module_path) == ("BatonConnector", "baton_kv.connector")
     assert made.kv_connector_extra_config["store"] == "file:/somewhere"
+    assert made.kv_connector_extra_config["spare_adapter"] is True, "as `spare_slots` keeps one"
     of_avp = {"avp_source_model", "avp_target_model"}  # a user sets these
     assert set(made.kv_connector_extra_config) == set(ConnectorSettings.model_fields) - of_avp
     assert engine_args(engine, "m").kv_transfer_config is None

@@ -13,10 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm import SamplingParams
+from vllm.config import KVTransferConfig, LoRAConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.lora.ops.torch_ops import bgmv_expand_slice, bgmv_shrink
+from vllm.lora.request import LoRARequest
 from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+from vllm.v1.request import Request, RequestStatus
 
 from baton.config.groups import EngineSettings
 from baton.engines.vllm.arguments import engine_args
@@ -207,6 +211,70 @@ def test_a_draft_model_s_weights_are_a_fact_and_drafts_without_weights_are_none(
     assert fact(str(tmp_path)) not in (None, before)
 
 
+LORA_CHANGES: dict[str, Any] = {
+    "fully_sharded_loras": True,
+    "lora_dtype": torch.float16,
+    "target_modules": ["q_proj"],
+    "default_mm_loras": {"image": "/adapters/image"},
+    "enable_tower_connector_lora": True,
+    "specialize_active_lora": True,
+    "enable_mixed_moe_lora_format": True,
+    "enable_moe_shared_loras": True,
+    "max_lora_cls_labels": 7,
+}
+LORA_ROOM: dict[str, Any] = {"max_loras": 3, "max_cpu_loras": 9, "max_lora_rank": 64}
+
+
+def lora_facts(configured: Configured, monkeypatch: pytest.MonkeyPatch, **changed: Any) -> dict[str, Any]:
+    monkeypatch.setattr(configured.vllm, "lora_config", LoRAConfig(**changed))
+    return configured.facts()
+
+
+def test_every_field_of_vllm_s_lora_settings_is_decided() -> None:
+    """A field that is new must be put into one of the two, and into `NOT_OF_ADAPTERS` with reason alone."""
+    assert {each.name for each in dataclasses.fields(LoRAConfig)} == {*LORA_CHANGES, *LORA_ROOM}
+    assert set(LORA_ROOM) == engine_facts.NOT_OF_ADAPTERS
+
+
+@pytest.mark.fault("B19")
+@pytest.mark.parametrize("name", LORA_CHANGES)
+def test_lora_settings_that_change_what_an_adapter_computes_make_another_fingerprint(
+    configured: Configured, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """As other target modules do: the same adapter then changes other layers."""
+    without, usual = configured.facts(), lora_facts(configured, monkeypatch)
+    changed = lora_facts(configured, monkeypatch, **{name: LORA_CHANGES[name]})
+    assert "lora" not in without, "an engine without LoRA has the fingerprint that it had"
+    assert len({fingerprint(each) for each in (without, usual, changed)}) == 3
+
+
+@pytest.mark.fault("B19")
+def test_the_order_of_target_modules_and_room_for_adapters_are_no_facts(
+    configured: Configured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    orders = (["q_proj", "v_proj"], ["v_proj", "q_proj"])
+    one, other = (lora_facts(configured, monkeypatch, target_modules=each) for each in orders)
+    assert one == other != lora_facts(configured, monkeypatch, target_modules=["q_proj"])
+    assert lora_facts(configured, monkeypatch, **LORA_ROOM) == lora_facts(configured, monkeypatch)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_zeros_up_to_the_largest_rank_change_no_bit(dtype: torch.dtype) -> None:
+    """Why `max_lora_rank` is no fact, by vLLM's own CPU kernels."""
+    generator = torch.Generator().manual_seed(7)
+    inputs, down, up = (torch.randn(*shape, generator=generator) for shape in ((7, 576), (8, 576), (576, 8)))
+    rows, found = torch.zeros(7, dtype=torch.long), []
+    for rank in (8, 16, 256):
+        narrow, wide = torch.zeros(1, 1, rank, 576, dtype=dtype), torch.zeros(1, 1, 576, rank, dtype=dtype)
+        narrow[0, 0, :8], wide[0, 0, :, :8] = down, up
+        inner, outer = torch.zeros(7, rank), torch.zeros(7, 576, dtype=dtype)
+        bgmv_shrink(inputs.to(dtype), narrow, inner, rows)
+        bgmv_expand_slice(inner, wide, outer, rows, 0, 576)
+        found.append(outer)
+    assert found[0].any()
+    assert all(torch.equal(found[0], each) for each in found)
+
+
 def test_how_many_heads_one_rank_holds_is_no_fact(configured: Configured) -> None:
     facts = configured.facts()
     one_rank_s = engine_facts._spec_facts(dataclasses.replace(FULL, num_kv_heads=2))
@@ -216,21 +284,27 @@ def test_how_many_heads_one_rank_holds_is_no_fact(configured: Configured) -> Non
 LAYOUT = WorkerLayout(("layer.0", "layer.1"), (LayerShape(4, 1024), LayerShape(4, 1024)))
 
 
-def made_connector(configured: Configured, store: Path, ranks: int = 1) -> connector.BatonConnector:
-    """The scheduler's connector of a real configuration with so many ranks."""
+def made_connector(
+    configured: Configured,
+    store: Path,
+    ranks: int = 1,
+    role: KVConnectorRole = KVConnectorRole.SCHEDULER,
+    **extra: Any,
+) -> connector.BatonConnector:
+    """The connector of a real configuration with so many ranks."""
     transfer = KVTransferConfig(
         kv_connector="BatonConnector",
         kv_connector_module_path="baton_kv.connector",
         kv_role="kv_both",
         kv_load_failure_policy="recompute",
-        kv_connector_extra_config={"store": f"file:{store}"},
+        kv_connector_extra_config={"store": f"file:{store}"} | extra,
     )
     parallel = dataclasses.replace(configured.vllm.parallel_config)
     parallel.tensor_parallel_size = ranks
     whole, cache = copy.copy(configured.vllm), copy.copy(configured.cache)
     cache.num_blocks = 64
     whole.kv_transfer_config, whole.parallel_config = transfer, parallel
-    return connector.BatonConnector(whole, KVConnectorRole.SCHEDULER, cache)
+    return connector.BatonConnector(whole, role, cache)
 
 
 def test_the_fingerprint_is_of_what_all_workers_hold(configured: Configured, tmp_path: Path) -> None:
@@ -299,3 +373,91 @@ def test_replaced_weights_have_a_fingerprint_that_no_other_engine_has(
         found.append(made._planning._fingerprint)
         assert made._planning._planner._fingerprint == found[-1]
     assert len(set(found)) == 3
+
+
+@pytest.mark.parametrize(("ranks", "savers", "resident"), [(1, 4, 1000), (2, 2, 500), (8, 1, 125)])
+def test_ranks_share_an_engine_s_cores_and_its_resident_memory(
+    configured: Configured,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    ranks: int,
+    savers: int,
+    resident: int,
+) -> None:
+    """The cores are those that the engine may run on, however many the machine has."""
+    layers = {
+        name: SimpleNamespace(get_attn_backend=lambda: cpu_attn.CPUAttentionBackend)
+        for name in ("layer.0", "layer.1")
+    }
+    monkeypatch.setattr(configured.vllm.compilation_config, "static_forward_context", layers)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.setattr("os.cpu_count", lambda: 96)
+    found: dict[str, Any] = {}
+    monkeypatch.setattr(connector, "WorkerRole", lambda *_, **given: found.update(given))
+    made = made_connector(configured, tmp_path / "store", ranks, KVConnectorRole.WORKER, resident=1000)
+    made.register_kv_caches({name: torch.zeros(64, 1, 32, 64) for name in layers})
+    assert (found["ranks"], found["savers"], found["resident"]) == (ranks, savers, resident)
+
+
+class Planning:
+    """A scheduler role that would load seven tokens of every request.
+
+    Attributes:
+        looked: the requests for which it was asked.
+        whole: whether each finished request's KV may be kept.
+    """
+
+    def __init__(self) -> None:
+        self.looked: list[str] = []
+        self.whole: list[bool] = []
+
+    def matched(self, request_id: str, *_: Any) -> int:
+        self.looked.append(request_id)
+        return 7
+
+    def finished(self, *_: Any, whole: bool, **__: Any) -> tuple[bool, None]:
+        self.whole.append(whole)
+        return whole, None
+
+
+@pytest.mark.fault("B19")
+@pytest.mark.parametrize(
+    ("lora", "cpu", "extra", "kept"),
+    [
+        (True, True, {}, False),
+        (True, True, {"spare_adapter": False}, False),
+        (True, True, {"spare_adapter": True}, True),
+        (True, False, {"unproven_devices": True}, True),
+        (False, True, {}, True),
+    ],
+)
+def test_requests_without_an_adapter_keep_kv_only_where_vllm_computes_them_without_one(
+    configured: Configured,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    lora: bool,
+    cpu: bool,
+    extra: dict[str, bool],
+    kept: bool,
+) -> None:
+    """`test_lora` shows what vLLM's CPU kernels do; those with an adapter are not concerned."""
+    monkeypatch.setattr(configured.vllm, "lora_config", LoRAConfig() if lora else None)
+    device = SimpleNamespace(is_cpu=lambda: cpu, is_cuda=lambda: not cpu)
+    monkeypatch.setattr(engine_facts, "current_platform", device)
+    made = made_connector(configured, tmp_path / "store", **extra)
+    planning: Any = Planning()
+    made._scheduler = planning
+    for name, used in (("without", None), ("with", LoRARequest("an-adapter", 1, "/nowhere"))):
+        request = Request(
+            name,
+            prompt_token_ids=[5, 6, 7],
+            sampling_params=SamplingParams(max_tokens=1),
+            pooling_params=None,
+            lora_request=used,
+        )
+        expected = kept if used is None else lora
+        assert made.get_num_new_matched_tokens(request, 0) == ((7, True) if expected else (0, False))
+        request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+        assert made.request_finished(request, [1]) == (expected, None)
+    assert planning.looked == [name for name, yes in (("without", kept), ("with", lora)) if yes]
+    assert planning.whole == [kept, lora]

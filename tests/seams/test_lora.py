@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import random
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,12 +16,13 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
+from blake3 import blake3
 from vllm.lora.ops.torch_ops import bgmv_expand_slice, bgmv_shrink
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from baton.config.groups import EngineSettings
-from baton.engines.adapters import Adapter, read_adapter
+from baton.engines.adapters import READ_BYTES, Adapter, read_adapter
 from baton.engines.vllm import arguments
 from baton.engines.vllm.flags import read_command_line
 from baton.engines.vllm.lora import LoadedAdapters, held, most_adapters, spare_slots
@@ -31,6 +34,50 @@ def folder_of(folder: Path, rank: int = 8, weights: bytes = b"weights") -> Path:
     (folder / "adapter_config.json").write_text(json.dumps({"r": rank}))
     (folder / "adapter_model.safetensors").write_bytes(weights)
     return folder
+
+
+def mapped_digest(folder: Path) -> str:
+    """The digest as it was made of memory maps, which handoffs of adapters were saved with."""
+    digest = blake3()
+    for file in (folder / "adapter_config.json", folder / "adapter_model.safetensors"):
+        digest.update(f"{file.name}:{file.stat().st_size}:".encode())
+        digest.update_mmap(file)
+    return digest.hexdigest()
+
+
+@pytest.mark.parametrize("pieces", [0.5, 1, 2.5])
+def test_an_adapter_s_digest_is_of_all_its_bytes(tmp_path: Path, pieces: float) -> None:
+    weights = random.Random(7).randbytes(int(pieces * READ_BYTES))
+    folder = folder_of(tmp_path / "a", weights=weights)
+    before = read_adapter("a", folder).digest
+    assert before == mapped_digest(folder)
+    folder_of(folder, weights=weights[:-1] + bytes([weights[-1] ^ 1]))
+    assert read_adapter("a", folder).digest == mapped_digest(folder) != before
+
+
+def test_weights_that_are_cut_while_they_are_read_end_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A memory map of them would end the gateway's process."""
+    folder = folder_of(tmp_path / "a", weights=b"w" * 3 * READ_BYTES)
+    whole = read_adapter("a", folder).digest
+
+    class Cutting:
+        AUTO = blake3.AUTO
+
+        def __init__(self, **_: Any) -> None:
+            self._digest = blake3()
+
+        def update(self, piece: bytes) -> None:
+            self._digest.update(piece)
+            if len(piece) == READ_BYTES:
+                os.truncate(folder / "adapter_model.safetensors", READ_BYTES)
+
+        def hexdigest(self) -> str:
+            return self._digest.hexdigest()
+
+    monkeypatch.setattr("baton.engines.adapters.blake3", Cutting)
+    assert read_adapter("a", folder).digest != whole
 
 
 class Client:
@@ -281,7 +328,7 @@ def test_lora_modules_that_cannot_be_served_are_a_line(flags: list[str], reason:
 
 
 def test_vllm_computes_a_request_without_an_adapter_with_the_last_slot() -> None:
-    """Why one slot stays empty. If this fails, vLLM has mended it: `spare_slots` may go, with its lines of docs."""
+    """Why one slot stays empty. If this fails, vLLM has mended it: `spare_slots` and `spare_adapter` may go, with their docs."""
     slots = torch.zeros(3, 1, 4, 8)
     slots[2] = 1
     inputs, without = torch.ones(1, 8), torch.tensor([-1])

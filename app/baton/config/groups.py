@@ -369,7 +369,8 @@ class HandoffSettings(Frozen):
         ByteSize(256 * MIB),
         ge=0,
         description="Bytes of KV that stay in each engine's memory once they were saved or verified there, "
-        "so that later loads are as fast as a copy; tenants share them as they share `budget`. 0: none do.",
+        "so that later loads are as fast as a copy; tenants share them as they share `budget`, an "
+        "engine's ranks equally. 0: none do.",
     )
     ttl_s: int = Field(
         3600, ge=1, le=30 * 86400, description="Seconds a handoff lives unless it asks for fewer."

@@ -20,6 +20,7 @@ from baton.config.groups import EngineName
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1024 * 1024
+READ_BYTES = 4 * 1024 * 1024
 
 
 class AdapterInvalid(Exception):
@@ -79,11 +80,17 @@ def read_adapter(name: str, folder: Path) -> Adapter:
 
 
 def _digest(*files: Path) -> str:
-    """Digest names, sizes and bytes of files."""
+    """Digest names, sizes and bytes of files.
+
+    They are read, not mapped into memory: if somebody cut a mapped file meanwhile, SIGBUS would end the
+    gateway.
+    """
     digest = blake3(max_threads=blake3.AUTO)
     for file in files:
-        digest.update(f"{file.name}:{file.stat().st_size}:".encode())
-        digest.update_mmap(file)
+        with file.open("rb", buffering=0) as opened:
+            digest.update(f"{file.name}:{os.fstat(opened.fileno()).st_size}:".encode())
+            while piece := opened.read(READ_BYTES):
+                digest.update(piece)
     return digest.hexdigest()
 
 

@@ -163,6 +163,7 @@ def transfer_config(settings: Settings) -> dict[str, Any]:
             "unproven_devices": settings.handoffs.unproven_devices,
             "verify": settings.handoffs.verify,
             "resident": int(settings.handoffs.resident),
+            "spare_adapter": True,  # `spare_slots` keeps a slot empty
         },
     }
 
