@@ -70,6 +70,18 @@ OWN_BODIES: dict[str, type[BaseModel]] = {
 """Bodies of the routes for operators."""
 OPERATORS_ONLY = {"403": "The key is no operator's, or a web page of another site sent the request."}
 MESSAGE = {"type": "object", "description": "A JSON-RPC message of the Model Context Protocol."}
+MCP_REQUEST = MESSAGE | {
+    "properties": {
+        "jsonrpc": {"const": "2.0"},
+        "id": {"type": "integer"},
+        "method": {"enum": ["initialize", "notifications/initialized", "ping", "tools/list", "tools/call"]},
+        "params": {
+            "type": "object",
+            "properties": {"name": {"type": "string"}, "arguments": {"type": "object"}},
+        },
+    },
+    "required": ["jsonrpc", "method"],
+}
 ANSWERS = (HandoffObject, HandoffRow, HandoffList, HandoffMessages)
 HANDOFF_BODIES = {"post": "BatonNewHandoff", "patch": "BatonHandoffChanges"}
 BINARY = {"schema": {"type": "string", "format": "binary"}}
@@ -230,8 +242,9 @@ def _add_schemas(openapi: dict[str, Any]) -> None:
                 _take(operation, body.model_json_schema())
                 _add_errors(responses, OPERATION_ERRORS | OPERATORS_ONLY)
             if path == "/mcp":
-                _take(operation, MESSAGE)
+                _take(operation, MCP_REQUEST)
                 responses["200"]["content"] = {"application/json": {"schema": MESSAGE}}
+                responses["202"] = {"description": "A notification, or an answer, was taken."}
                 _add_errors(responses, OPERATION_ERRORS)
                 for status in OPERATION_ERRORS:  # the protocol has errors of its own shape
                     content = responses[status]["content"]["application/json"]
