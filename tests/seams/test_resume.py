@@ -134,17 +134,17 @@ def third_kept(house: House) -> dict[str, Any]:
     return house.streams[-1]._sent | {str(key): value for key, value in house.streams[-1]._unread.items()}
 
 
-async def test_one_that_says_nothing_between_two_losses_is_taken_to_be_the_cause() -> None:
+async def test_one_under_which_a_third_engine_is_lost_is_taken_to_be_the_cause() -> None:
     house = House(4)
     outputs = house.ask()
     reading = asyncio.ensure_future(some(outputs))
-    for client in house.clients[:2]:
+    for client in house.clients[:3]:
         await asyncio.sleep(0.01)
         client.dies()
     with pytest.raises(EngineDeadError):
         await reading
-    assert house.resumed == 1
-    assert not house.clients[2].engine_core.got
+    assert house.resumed == 2
+    assert not house.clients[3].engine_core.got
 
 
 async def test_an_adapters_number_is_one_engines_alone() -> None:

@@ -50,8 +50,9 @@ OURS = frozenset({"kv_transfer_params"})
 
 
 MOST_MOVES = 2
-"""Times that a request may go on: one under which a third engine is lost is taken to be the cause, as is one
-that said nothing between two losses."""
+"""Times that a request may go on: one under which a third engine is lost is taken to be the cause.
+
+Two, as engines of one machine may be lost in the same moment."""
 
 
 class Streams:
@@ -106,7 +107,7 @@ class Streams:
             EngineDeadError: the core was lost, and the request cannot go on, or no engine came in time.
             EngineGenerateError: vLLM failed otherwise.
         """
-        at, queue, moves, since = self, None, 0, 0
+        at, queue, moves = self, None, 0
         try:
             while queue is None:
                 try:
@@ -127,7 +128,7 @@ class Streams:
                     if unread is not None and unread.finished:
                         yield unread
                         return
-                    at, queue, since = await at._move(queue, moves, since, transfer, tag)
+                    at, queue = await at._move(queue, moves, transfer, tag)
                     moves += 1
                     resumed()
                     if unread is not None:
@@ -159,30 +160,15 @@ class Streams:
         return found
 
     async def _move(
-        self,
-        queue: RequestOutputCollector,
-        moves: int,
-        since: int,
-        transfer: TransferRequest | None,
-        tag: str,
-    ) -> tuple[Streams, RequestOutputCollector, int]:
-        """Hand the states of a request, one for each of its answers, to the engine that goes on with it.
-
-        Args:
-            moves: how often it was moved.
-            since: the most tokens that an answer had said at the last move.
-
-        Returns:
-            The engine's streams, the queue of its outputs, and the most tokens that an answer has said.
-        """
+        self, queue: RequestOutputCollector, moves: int, transfer: TransferRequest | None, tag: str
+    ) -> tuple[Streams, RequestOutputCollector]:
+        """Hand the states of a request, one for each of its answers, to the engine that goes on with it."""
         states = [
             state for state in self.client.output_processor.request_states.values() if state.queue is queue
         ]
         requests = [self._sent.get(state.request_id) for state in states]
         for state, request in zip(states, requests, strict=True):
             why = "it was never sent" if request is None else hindrance(request, state, transfer)
-            if why is None and moves and _said(state) <= since:
-                why = "it said nothing since it lost an engine before, and may be the cause"
             if why is not None:
                 log.warning("request_not_resumed", request_id=tag or None, reason=why)
                 raise EngineDeadError()
@@ -199,7 +185,7 @@ class Streams:
             assert request is not None
             found._sent[state.request_id] = request  # whole: it may have to move once more
             await found._send(continued(request, state))
-        return found, moved, max(map(_said, states))
+        return found, moved
 
     def _adopt(self, state: RequestState, queue: RequestOutputCollector) -> None:
         processor = self.client.output_processor
@@ -228,10 +214,6 @@ class Streams:
         for number in range(answers):
             self._sent.pop(f"{number}_{queue.request_id}", None)  # as `ParentRequest` names them
         self._sent.pop(queue.request_id, None)
-
-
-def _said(state: RequestState) -> int:
-    return state.detokenizer.num_output_tokens() if state.detokenizer is not None else 0
 
 
 def hindrance(
