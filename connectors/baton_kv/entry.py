@@ -50,7 +50,7 @@ and block, valid until the next call."""
 
 @dataclass(frozen=True)
 class Told:
-    """What an entry says of itself, verified.
+    """An entry's description of itself, verified.
 
     Attributes:
         layout: where everything is in its file.

@@ -80,7 +80,7 @@ class Keyring:
         return len(self._keys)
 
     def find(self, key: str) -> StoredKey | None:
-        """Return what is stored of a key; None: it is unknown."""
+        """Find the stored entry of a key; None: it is unknown."""
         return self._keys.get(digest(key[:MAX_KEY_CHARS]))
 
 

@@ -33,7 +33,7 @@ class Plugin:
 
     @property
     def can(self) -> list[str]:
-        """What the plugin says that it is good for, in words of its own: `can = ("map",)` in its class."""
+        """Words for its abilities, of the plugin's own choice: `can = ("map",)` in its class."""
         said = getattr(self.instance, "can", ())
         return [word for word in said if isinstance(word, str)] if isinstance(said, tuple) else []
 

@@ -63,7 +63,7 @@ WHY = {
 
 
 class Act(StrEnum):
-    """What an operator may ask of an engine."""
+    """Acts that an operator may ask of an engine."""
 
     START = "start"
     STOP = "stop"
@@ -157,7 +157,7 @@ class Supervisor:
         return [sample.value for family in families for sample in family.samples]
 
     def look(self) -> None:
-        """Tell of another state, and count tokens. To be called every so often."""
+        """Report a change of state, and count tokens. To be called every so often."""
         if (state := self.state) is not self._seen:
             self._seen = state
             self._tell(state, self.why)

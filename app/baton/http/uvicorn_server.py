@@ -107,7 +107,7 @@ class Certificate:
 
 
 def _version_of(file: Path) -> tuple[int, int, int] | None:
-    """Return what changes when a file does; None: it is not there."""
+    """Return the marks that change when a file does; None: it is not there."""
     try:
         found = file.stat()
     except OSError:

@@ -114,7 +114,7 @@ class HandoffRow(HandoffObject):
 
 
 class HandoffMessages(BaseModel):
-    """What a handoff's context says."""
+    """The messages or the text of a handoff's context."""
 
     model_config = ConfigDict(title="BatonHandoffMessages", json_schema_serialization_defaults_required=True)
 
@@ -300,7 +300,7 @@ UNSAVED = SAVERS | {"audit", "archived"}
 
 @dataclass
 class Use:
-    """How a handoff was used at this gateway since its start; it is written nowhere.
+    """Uses of a handoff at this gateway since its start; it is written nowhere.
 
     Attributes:
         count: number of requests that started from it.
@@ -454,7 +454,7 @@ class Handoff(Lease):
 
     @property
     def use(self) -> Use:
-        """How it was used at this gateway."""
+        """Its uses at this gateway."""
         return self._use
 
     @property
@@ -519,7 +519,7 @@ class Handoff(Lease):
         return key_of(self.tenant, self.id)
 
     def brief(self) -> dict[str, object]:
-        """Return what events tell of it."""
+        """Describe it for events."""
         same = ("id", "automatic", "model", "label", "parent", "bytes")
         return {name: getattr(self, name) for name in same} | {"tokens": len(self.tokens)}
 

@@ -123,7 +123,7 @@ class Holdings:
         self._next: asyncio.Task[None] | None = None
 
     def tell(self, what: str, record: Handoff, **more: object) -> None:
-        """Tell a handoff's tenant what became of it, if somebody of it listens."""
+        """Send a handoff's tenant the event of its end, if somebody of it listens."""
         if self._events is not None:
             self._events.tell(record.tenant, f"handoff.{what}", lambda: {"handoff": record.brief(), **more})
 

@@ -89,7 +89,7 @@ class Relay:
         return take_options(body, engine, operation, self.settings.handoffs.latent_steps_max)
 
     async def messages(self, engine: LocalEngine | None, record: Handoff, context: RequestContext) -> Json:
-        """Return what a handoff's context says, as its route shows it.
+        """Return the messages or the text of a handoff's context, as its route shows them.
 
         Args:
             engine: an engine of its weights that is ready; None: there is none, so that tokens are not text.

@@ -65,7 +65,7 @@ class Feed:
 
 
 class Listener:
-    """What waits for one client.
+    """The queue of one client.
 
     Args:
         first: events to begin with.
@@ -80,7 +80,7 @@ class Listener:
         self._ended = False
 
     def add(self, event: str) -> None:
-        """Let an event wait for the client, unless too many do."""
+        """Queue an event for the client, unless too many wait."""
         if self._ended:
             return
         if len(self._waiting) >= self._most:
@@ -127,13 +127,13 @@ class Events:
         self._closed = False
 
     def tell(self, tenant: str, kind: str, data: Callable[[], Mapping[str, Any]]) -> None:
-        """Tell a tenant of an event of its own; `data` is called if somebody listens, or did lately."""
+        """Send a tenant an event of its own; `data` is called if somebody listens, or did lately."""
         if (feed := self._feeds.get(tenant)) is not None:
             self._metrics.events.labels(kind).inc()
             feed.add(kind, self._dated(kind, data()))
 
     def tell_all(self, kind: str, data: Mapping[str, Any]) -> None:
-        """Tell every tenant of an event that is nobody's own."""
+        """Send every tenant an event that is nobody's own."""
         for tenant in self._feeds:
             self.tell(tenant, kind, lambda: data)
 
@@ -192,7 +192,7 @@ class Events:
                 del self._streams[key]
 
     def _first(self, feed: Feed, last_id: str | None) -> list[str]:
-        """Return what a stream begins with: that it is open, and what its client missed."""
+        """Return the first events of a stream: that it is open, and those that its client missed."""
         missed = feed.missed(last_id) if last_id else []
         if missed is None:
             return [_written("reset", self._dated("reset", {}), feed.last_id)]

@@ -228,7 +228,7 @@ def models() -> Call[list[Json]]:
 
 
 def get_messages(handoff: Start) -> Call[ContextMessages]:
-    """Return what a handoff's context says: its messages, or its text where it is no chat."""
+    """Return the messages of a handoff's context, or its text where it is no chat."""
     return Call("GET", f"{_path(handoff)}/messages", lambda reply: ContextMessages.of(_json(reply)))
 
 

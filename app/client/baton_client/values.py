@@ -62,7 +62,7 @@ class Handoff:
 
 @dataclass(frozen=True)
 class ContextMessages:
-    """What a handoff's context says.
+    """The messages or the text of a handoff's context.
 
     Attributes:
         data: the messages of a chat in OpenAI's shape, with its last answer; empty: it is no chat.
@@ -84,7 +84,7 @@ class ContextMessages:
 
 @dataclass(frozen=True)
 class Engine:
-    """What an engine of the gateway is good for, and does now.
+    """An engine of the gateway: its abilities and its state.
 
     Attributes:
         name: what `model` of a request takes.

@@ -31,7 +31,7 @@ Piece = tuple[Kind, str]
 
 @dataclass(frozen=True)
 class Form:
-    """How a family of models writes calls whose arguments are JSON.
+    """The form in which a family of models writes calls whose arguments are JSON.
 
     Attributes:
         opens: the marks of which each begins a call.

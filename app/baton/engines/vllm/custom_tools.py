@@ -267,7 +267,7 @@ SEARCH = "tool_search"
 
 @dataclass(frozen=True)
 class ToolNames:
-    """What the client calls tools that vLLM gets under another name or type.
+    """The client's names of tools that vLLM gets under another name or type.
 
     Attributes:
         nested: namespace and name of the custom tools of namespaces, by the name that each has on its own.

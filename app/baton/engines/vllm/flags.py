@@ -179,7 +179,7 @@ _ABSENT = object()
 
 @dataclasses.dataclass(frozen=True)
 class CommandLine:
-    """What a command line says.
+    """A command line that was read.
 
     Attributes:
         engine: the engine that it describes.
@@ -194,7 +194,7 @@ class CommandLine:
 
 @dataclasses.dataclass(frozen=True)
 class Fate:
-    """What becomes of a flag.
+    """The fate of a flag.
 
     Attributes:
         kind: it `acts`, what it asks for is `so` anyway, or it is `refused`.
@@ -206,7 +206,7 @@ class Fate:
 
 
 def fate_of(dest: str) -> Fate | None:
-    """Return what becomes of a flag, by vLLM's name for its value; None: nobody has decided it."""
+    """Find the fate of a flag, by vLLM's name for its value; None: nobody has decided it."""
     if dest in GATEWAY:
         return Fate("acts", f"`{GATEWAY[dest]}`")
     if dest == "config":

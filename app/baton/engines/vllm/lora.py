@@ -176,7 +176,7 @@ class LoadedAdapters:
             )
 
     def unload(self, name: str, *, but: Loaded | None = None) -> None:
-        """Let no further request begin with the adapters of a name, and free those that nobody uses."""
+        """Close the adapters of a name to further requests, and free those that nobody uses."""
         self._known.pop(name, None)
         for each in self._held:
             if each.adapter.name == name and each is not but:

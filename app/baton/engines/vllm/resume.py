@@ -1,4 +1,4 @@
-"""Let a request go on whose engine was lost: at another of the same weights, or at its own once it is back.
+"""Resume a request whose engine was lost, at another of the same weights or at its own once it is back.
 
 What a request has said is known in vLLM's front end: its `RequestState` holds the detokenizer, the log
 probabilities, what is held back for stop strings. None of it is lost with an engine's core. So the state

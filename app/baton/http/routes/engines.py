@@ -85,7 +85,7 @@ def _operate(request: Request, name: str, act: Act) -> dict[str, Any]:
 
 
 def _row(gateway: Gateway, supervisor: Supervisor) -> Json:
-    """Return what everybody may know of an engine: nothing of it is one tenant's."""
+    """Describe an engine for everybody: nothing of it is one tenant's."""
     engine = supervisor.engine
     in_engine = int(sum(supervisor.figures("vllm:num_requests_waiting")))
     used = supervisor.figures("vllm:kv_cache_usage_perc")

@@ -98,7 +98,7 @@ class HandoffList(Arguments):
 
 @dataclass(frozen=True)
 class Result:
-    """What a tool returns.
+    """The result of a tool.
 
     Attributes:
         fields: as an object.
@@ -276,7 +276,7 @@ async def _run(request: Request, tool: OwnTool, arguments: Json) -> Result:
 
 
 async def _called(request: Request, work: Callable[[], Awaitable[Result]]) -> CallToolResult:
-    """Return what a tool returns; an error is a result too, which the model at the other end reads."""
+    """Return the result of a tool; an error is one too, which the model at the other end reads."""
     from mcp.types import CallToolResult, ImageContent, TextContent
 
     try:
