@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections.abc import Iterator
@@ -77,9 +78,12 @@ def chat(gateway: RealGateway, *messages: dict[str, str], **more: Any) -> dict[s
 
 
 def cores(gateway: RealGateway) -> int:
-    """How many engine cores run."""
-    children = psutil.Process(gateway.process.pid).children(recursive=True)
-    return sum("EngineCor" in child.name() for child in children if child.is_running())
+    """How many engine cores run; one that has ended and only waits to be reaped does not."""
+    found = 0
+    for child in psutil.Process(gateway.process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += "EngineCor" in child.name() and child.status() != psutil.STATUS_ZOMBIE
+    return found
 
 
 def test_the_engines_say_what_they_are_and_take(gateway: RealGateway) -> None:

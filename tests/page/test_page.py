@@ -85,6 +85,8 @@ def answered(page: Page, number: int) -> None:
     """Wait until so many turns are shown, and the last has its answer with what was reused."""
     expect(answers(page)).to_have_count(number)
     expect(answers(page).nth(number - 1).locator(".reused")).to_be_visible()
+    # What was reused is shown before the stream's end, and until then nothing more is sent.
+    expect(answers(page).nth(number - 1).locator(".answer")).to_have_attribute("aria-busy", "false")
 
 
 class TestChat:

@@ -91,7 +91,7 @@ def test_vllm_starts_a_core_with_what_its_launch_gives(monkeypatch: pytest.Monke
     fork_cores()
     assert "get_mp_context()" in inspect.getsource(utils.CoreEngineProcManager.__init__)
     assert type(utils.get_mp_context()).__name__ == "SpawnContext"
-    token = CURRENT.set(Launch(None, lambda _core: None))  # type: ignore[arg-type]  # nothing is launched
+    token = CURRENT.set(Launch(None, lambda: None, lambda _core: None))  # type: ignore[arg-type]  # nothing is launched
     try:
         assert isinstance(utils.get_mp_context(), ForkContext)
     finally:

@@ -42,7 +42,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkServer]:
 def started(server: ForkServer, target: Callable[..., None], *args: Any) -> tuple[Any, list[int]]:
     """A process that the server forked, and what its launch was told."""
     launched: list[int] = []
-    token = CURRENT.set(Launch(server, launched.append))
+    token = CURRENT.set(Launch(server, lambda: None, launched.append))
     try:
         process = ForkContext().Process(target=target, args=args)
         process.start()

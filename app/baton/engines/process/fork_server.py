@@ -208,10 +208,12 @@ class Launch:
     """One process to fork.
 
     Attributes:
+        begins: called before the server is asked for it.
         launched: called with its process id once it runs.
     """
 
     server: ForkServer
+    begins: Callable[[], None]
     launched: Callable[[int], None]
 
 
@@ -247,6 +249,7 @@ class ForkedPopen(popen_forkserver.Popen):
             tracker = resource_tracker.getfd()
             assert tracker is not None  # it runs now
             inherited = self._fds  # type: ignore[attr-defined]  # of its base, and not in typeshed
+            launch.begins()
             self.pid = launch.server.fork([data_r, code_w, tracker, *inherited])
             self.sentinel = os.pidfd_open(self.pid)  # it waits for its data: it is there
         except BaseException:

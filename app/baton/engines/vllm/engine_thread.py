@@ -110,6 +110,8 @@ class EngineThread(threading.Thread):
         self._forked = forked
         self._core: int | None = None
         self._has_begun = False
+        self._forks = False
+        self._forking = threading.Lock()
         self._settled = threading.Event()
         self._ended = threading.Event()
         self._processes: list[psutil.Process] = []
@@ -155,8 +157,15 @@ class EngineThread(threading.Thread):
                     self._core = core
                     turn.close()
 
-                CURRENT.set(Launch(self._starts.server, launched))  # this thread's context ends with it
+                CURRENT.set(
+                    Launch(self._starts.server, self._before_fork, launched)
+                )  # this thread's context ends with it
             return AsyncLLM.from_engine_args(self._args, stat_loggers=[self._logger])
+
+    def _before_fork(self) -> None:
+        """End the time in which `end` may interrupt the build: a core that is forked must become known."""
+        with self._forking:
+            self._forks = True
 
     @property
     def memory_bytes(self) -> int | None:
@@ -188,7 +197,9 @@ class EngineThread(threading.Thread):
         """Raise `SystemExit` in a build that has started no process yet, which may take it seconds more."""
         assert self.ident is not None
         raised = ctypes.py_object(SystemExit)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.ident), raised)
+        with self._forking:
+            if not self._forks:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.ident), raised)
 
     def _cores(self) -> list[int | None]:
         """List the process ids of the cores that this build has started."""
