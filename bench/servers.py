@@ -47,9 +47,12 @@ def free_port() -> int:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Processor time one process has used, without its children."""
-    times = psutil.Process(pid).cpu_times()
-    return float(times.user + times.system)
+    """Processor time one process has used, without its children, to the nanosecond.
+
+    `/proc/PID/stat` counts in steps of 10 ms. This clock is that of `clock_getcpuclockid(3)`, which Python
+    has for threads alone.
+    """
+    return time.clock_gettime(~pid << 3 | 2)
 
 
 class Server:

@@ -25,7 +25,7 @@ def test_each_answers_as_alone_through_handoffs_caches_and_restarts(tmp_path: Pa
     for seed, name in enumerate(("a", "b", "another-b")):
         write_adapter(tmp_path / name, seed)
     settings = write_settings(tmp_path, caching=True)
-    with RealGateway(["--config", str(settings)], tmp_path) as gateway:
+    with RealGateway(["--config", str(settings)], tmp_path, forked=True) as gateway:
         gateway.wait_until_ready()
         with gateway.client() as client:
             parents = {card["id"]: card["parent"] for card in client.get("/v1/models").json()["data"]}

@@ -48,7 +48,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealGateway]:
     folder = tmp_path_factory.mktemp("operators")
     config = folder / "baton.toml"
     config.write_text(SETTINGS.format(folder=folder))
-    with RealGateway(["--config", str(config)], folder) as running:
+    with RealGateway(["--config", str(config)], folder, forked=True) as running:
         running.wait_until_ready()
         yield running
 

@@ -237,7 +237,7 @@ def assert_each_as_alone(mixed: MixedRequests, folder: Path) -> None:
     settings = folder / "alone.toml"
     settings.write_text((HERE / "adapters_alone.toml").read_text().format(folder=folder))
     (folder / "of-alone").mkdir(exist_ok=True)
-    with RealGateway(["--config", str(settings)], folder / "of-alone") as alone:
+    with RealGateway(["--config", str(settings)], folder / "of-alone", forked=True) as alone:
         alone.wait_until_ready()
         wrong = mixed.wrong(alone, ALONE)
         differing = _differing(alone)
