@@ -1,13 +1,20 @@
 from __future__ import annotations
 
+import asyncio
+import socket
 from typing import Any
 
+import h11
 import pytest
+import uvicorn
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from baton.config.groups import EdgeSettings
 from baton.errors import BatonError, HeadersTooLarge, MalformedRequest, TooManyConnections, UriTooLong
 from baton.http.middleware.gate import MAX_HEAD_BYTES, MAX_HEADERS, MAX_TARGET_BYTES, refuse_bad_head
-from baton.http.protocol import EdgeProtocol, answer_to
+from baton.http.protocol import EdgeProtocol, Parser, answer_to, protocol_for
+from baton.telemetry.metrics import GatewayMetrics
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -85,3 +92,42 @@ def test_a_refusal_is_a_whole_answer_that_says_when_to_come_back() -> None:
     assert lines[0] == b"HTTP/1.1 503 Service Unavailable"
     assert f"content-length: {len(body)}".encode() in lines
     assert {b"connection: close", b"retry-after: 1"} <= set(lines)
+
+
+def test_the_head_of_an_answer_is_written_with_what_follows_it() -> None:
+    asked: list[None] = []
+    parser = Parser(lambda: asked.append(None))
+    parser.receive_data(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    parser.next_event()
+    assert parser.send(h11.Response(status_code=200, headers=[("content-length", "2")])) == b""
+    assert (len(asked), parser.waiting[:15]) == (1, b"HTTP/1.1 200 \r\n")
+    whole = parser.send(h11.Data(data=b"ok"))
+    assert whole == b"HTTP/1.1 200 \r\ncontent-length: 2\r\n\r\nok"
+    assert parser.send(h11.EndOfMessage()) == b""
+    assert parser.waiting == b""
+
+
+async def test_a_head_that_nothing_follows_is_written_all_the_same() -> None:
+    """A file system or an engine may take its time after an answer has begun."""
+    goes_on = asyncio.Event()
+
+    async def app(_scope: Scope, _receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await goes_on.wait()
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    protocol = protocol_for(EdgeSettings(), GatewayMetrics())
+    config = uvicorn.Config(app, port=0, http=protocol, lifespan="off", log_config=None)
+    server = uvicorn.Server(config)
+    config.load()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        serving = asyncio.create_task(server.serve([listener]))
+        reader, writer = await asyncio.open_connection(*listener.getsockname())
+        writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert b"content-length: 2" in head
+        goes_on.set()
+        assert await reader.readexactly(2) == b"ok"
+        writer.close()
+        server.should_exit = True
+        await serving

@@ -109,10 +109,21 @@ class Parser(h11.Connection):
 
     Bodies in very small chunks are refused: one of a byte costs as much as a request. The application cannot
     refuse them: it receives joined chunks, and one read of the socket holds many.
+
+    The head of an answer waits for what follows it, so that both are written at once: a call of the system,
+    and the client's waking, are a twentieth of a short request's processor time.
+
+    Args:
+        later: called once a head waits; must have `waiting` written soon, also if nothing follows.
+
+    Attributes:
+        waiting: the bytes of a head that is to be written.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, later: Callable[[], object]) -> None:
         super().__init__(h11.SERVER, MAX_HEAD_BYTES)
+        self.waiting = b""
+        self._later = later
         self._chunks = 0
         self._bytes = 0
         self._empty_line = False
@@ -148,8 +159,19 @@ class Parser(h11.Connection):
             and type(self._writer) is ChunkedWriter
             and self.our_state is h11.SEND_BODY
         ):
-            return b"%x\r\n%b\r\n" % (len(event.data), event.data) if event.data else b""
-        return super().send(event)
+            written = b"%x\r\n%b\r\n" % (len(event.data), event.data) if event.data else b""
+        else:
+            written = super().send(event) or b""
+        if type(event) is h11.Response:
+            self.waiting = written
+            self._later()
+            return b""
+        return self.take() + written if self.waiting else written
+
+    def take(self) -> bytes:
+        """Return what waits; it does not any more."""
+        waiting, self.waiting = self.waiting, b""
+        return waiting
 
 
 def in_origin_form(request: h11.Request) -> h11.Request:
@@ -177,7 +199,7 @@ class EdgeProtocol(H11Protocol):
         self, *, edge: EdgeSettings, metrics: GatewayMetrics, connections_max: int, **options: Any
     ) -> None:
         super().__init__(**options)
-        self.conn = Parser()
+        self.conn = Parser(lambda: self.loop.call_soon(self._write_head))
         self._edge = edge
         self._metrics = metrics
         self._connections_max = connections_max
@@ -208,6 +230,10 @@ class EdgeProtocol(H11Protocol):
         if not self._over:
             self._watch_asking()
             self._listen_for_the_end()
+
+    def _write_head(self) -> None:
+        if self.conn.waiting:
+            self.transport.write(self.conn.take())
 
     def _watch_asking(self) -> None:
         """Limit the time for a head that arrives, and for a body that nobody waits for any more."""
