@@ -31,6 +31,7 @@ from baton.config.settings import Settings, load_settings
 from baton.engines.engine import Engine
 from baton.engines.fake.engine import FakeEngine
 from baton.engines.fleet import Fleet
+from baton.engines.on_demand import MACHINE, OnDemand, Terms
 from baton.engines.process.processes import segments_of, wait_until_gone
 from baton.http.uvicorn_server import GatewayServer, certificate_of, url_of
 from baton.serve import listen_for_clients, listen_for_metrics
@@ -79,6 +80,18 @@ class Held:
         self._released.set()
 
 
+def on_demand_of(settings: Settings) -> OnDemand:
+    """What loads fake engines: each takes what its settings say, or nothing."""
+    terms = {
+        each.name: Terms(
+            {MACHINE: int(each.memory or 0)}, "set", each.start == "on_demand", each.idle_s, each.pin
+        )
+        for each in settings.engines
+    }
+    budget = {MACHINE: int(settings.on_demand.budget or 2**40)}
+    return OnDemand(settings.on_demand, settings.supervision, terms, budget)
+
+
 def free_port() -> int:
     """A port of 127.0.0.1 that nothing listens on now."""
     with socket.socket() as probe:
@@ -104,11 +117,19 @@ def raw_status(url: str, method: str, target: str, headers: dict[str, str] | Non
 def run_fake(
     *engines: Engine, wait: bool = True, memory_reader: MemoryReader | None = None, **overrides: Any
 ) -> Iterator[FakeGateway]:
-    """A gateway in a thread, on a free port of 127.0.0.1."""
-    served = tuple(EngineSettings(name=engine.name, model="fake") for engine in engines)
+    """A gateway in a thread, on a free port of 127.0.0.1.
+
+    Args:
+        overrides: settings; `told`: of engines, by their names.
+    """
+    told = overrides.pop("told", {})
+    served = tuple(
+        EngineSettings(name=each.name, model="fake", **told.get(each.name, {})) for each in engines
+    )
     nothing = {"responses": {"budget": 0}}  # of this machine's user
     settings = load_settings(**({"port": 0, "engines": served, "metrics": {"port": 0}} | nothing | overrides))
-    fleet = Fleet(engines)
+    on_demand = on_demand_of(settings) if any(each.start == "on_demand" for each in served) else None
+    fleet = Fleet(engines, on_demand=on_demand, settings=served)
     ready = threading.Event()
     with (
         listen_for_clients(settings) as listener,

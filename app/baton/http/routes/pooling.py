@@ -21,7 +21,7 @@ from baton.admission.fair_threads import in_own_thread
 from baton.engines.backend import Json, Operation
 from baton.engines.engine import Engine
 from baton.errors import InvalidRequest, NotAcceptable, OperationUnsupported, PluginFailed
-from baton.http.answer import operate, strip, unless_gone
+from baton.http.answer import engage, operate, strip, unless_gone
 from baton.http.follow_up import FIELD, FollowUp, ask_follow_up, refuse_old_name, take_follow_up
 from baton.http.request import (
     UPLOAD_TYPES,
@@ -113,7 +113,7 @@ async def create_pooling(request: Request) -> Response:
     if media_type_of(request) in UPLOAD_TYPES:
         return await _upload(request)
     body = await read_json(request, gateway.settings.limits, instead=JSON_OR_FILE)
-    engine = gateway.fleet.pick(body.get("model"), pools=True)
+    engine = await unless_gone(request, engage(request, body.get("model"), pools=True))
     runner = gateway.pooling.runner(engine)
     if runner is None:
         if engine.forwarding is None:
@@ -166,7 +166,7 @@ def _require_priority(value: object) -> None:
 
 async def _upload(request: Request) -> Response:
     gateway = gateway_of(request)
-    engine = gateway.fleet.pick(request.query_params.get("model"), pools=True)
+    engine = await engage(request, request.query_params.get("model"), pools=True)
     state_of(request.scope).model = engine.name
     runner = gateway.pooling.runner(engine)
     if runner is None:
