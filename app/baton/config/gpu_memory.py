@@ -54,8 +54,8 @@ def _share_on_demand(
     left, named = round(USABLE_SHARE - taken, 3), _named(engine)
     if engine.kv_cache_memory is not None:
         raise SettingsError(
-            f"engines '{engine.name}': kv_cache_memory: with it vLLM heeds no share of a GPU: set `gpu_share` "
-            "instead"
+            f"engines '{engine.name}': kv_cache_memory: with it vLLM heeds no share of a GPU: "
+            "set `gpu_share` instead"
         )
     if left < LEAST_SHARE or (named is not None and named > left):
         raise SettingsError(

@@ -474,8 +474,8 @@ HeaderName = Annotated[str, Field(pattern=r"^[!#$%&'*+.^_`|~0-9A-Za-z-]+$", max_
 
 
 OF_OUR_OWN_ENGINES = (
-    "kv_cache_memory", "gpu_share", "start", "idle_s", "memory", "pin", "auto", "translate", "latent", "io_processor", "classic_plugin",
-    "adapters", "args", "serving",
+    "kv_cache_memory", "gpu_share", "start", "idle_s", "memory", "pin", "auto", "translate", "latent",
+    "io_processor", "classic_plugin", "adapters", "args", "serving",
 )  # fmt: skip
 """Settings of an engine that runs here, which say nothing of another server."""
 
@@ -619,8 +619,8 @@ class EngineSettings(Frozen):
         stays = [name for name in ("idle_s", "pin") if self._given(name)] if self.start == "always" else []
         if stays:
             raise ValueError(
-                f"engines '{self.name}': `{stays[0]}` is for engines with `start = \"on_demand\"`: others are "
-                "never unloaded"
+                f"engines '{self.name}': `{stays[0]}` is for engines with `start = \"on_demand\"`: others "
+                "are never unloaded"
             )
         if self.pin and self.idle_s is not None:
             raise ValueError(
@@ -706,14 +706,14 @@ class SupervisionSettings(Frozen):
 
 
 class OnDemandSettings(Frozen):
-    """`[on_demand]`: how engines with `start = "on_demand"` share memory, and how long requests wait for them."""
+    """`[on_demand]`: how engines with `start = "on_demand"` share memory, and how long requests wait."""
 
     budget: ByteSize | None = Field(
         None,
         ge=MIB,
-        description="Memory that all engines of the gateway take together, those that always run too; on GPUs "
-        "of each GPU. Unset: what is available at the start without `admission.memory_reserve`; on GPUs 0.92 "
-        "of each.",
+        description="Memory that all engines of the gateway take together, those that always run too; on "
+        "GPUs of each GPU. Unset: what is available at the start without `admission.memory_reserve`; on "
+        "GPUs 0.92 of each.",
     )
     min_loaded_s: float = Field(
         30.0,

@@ -269,7 +269,7 @@ class Supervisor:
         self._begin(act, drain_s, busy)
 
     def on_demand(self) -> None:
-        """Leave the engine down until `load`, as one on demand begins; also one that failed or was stopped."""
+        """Leave the engine down until `load`, as one on demand begins; one that failed or was stopped too."""
         self.given_up = False
         self._now(EngineState.UNLOADED)
 
@@ -625,7 +625,7 @@ class Fleet:
         return dict(Counter(state.value for state in self.states.values()))
 
     async def start(self, report: FleetReport) -> None:
-        """Start every engine but those on demand, `at_once` at a time in their order, then supervise them all.
+        """Start every engine but those on demand, `at_once` at a time in their order, then supervise them.
 
         Raises:
             StartError: an engine cannot run; those that have not started yet are not started.

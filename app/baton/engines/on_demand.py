@@ -389,9 +389,9 @@ class OnDemand:
             left = self._free(place, leaving)
             if need > left:
                 return (
-                    f"The model '{resident.name}' cannot be loaded: it needs {need // MIB} MiB of {place}, and "
-                    f"engines that stay leave {max(0, left) // MIB} MiB. Whoever runs the gateway can change "
-                    "`on_demand.budget` or what stays."
+                    f"The model '{resident.name}' cannot be loaded: it needs {need // MIB} MiB of {place}, "
+                    f"and engines that stay leave {max(0, left) // MIB} MiB. Whoever runs the gateway can "
+                    "change `on_demand.budget` or what stays."
                 )
         return None
 
@@ -448,7 +448,7 @@ class OnDemand:
                 continue
 
     def step(self) -> float | None:
-        """Do what is due now; return the seconds until something else is, None: only when something changes."""
+        """Do what is due now; return the seconds until something else is; None: until something changes."""
         now = self._clock()
         for resident in self._residents.values():
             self._note(resident)
@@ -609,9 +609,9 @@ def require_room(terms: Mapping[str, Terms], budget: Mapping[str, int]) -> None:
             left = budget.get(place, 0) - sum(other.need.get(place, 0) for other in staying)
             if each.on_demand and need > left:
                 raise SettingsError(
-                    f"engines '{name}': it needs {need // MIB} MiB of {place}, and engines that always run leave "
-                    f"{max(0, left) // MIB} MiB: raise `on_demand.budget`, lower `kv_cache_memory`, or set "
-                    '`start = "on_demand"` for others too'
+                    f"engines '{name}': it needs {need // MIB} MiB of {place}, and engines that always "
+                    f"run leave {max(0, left) // MIB} MiB: raise `on_demand.budget`, lower `kv_cache_memory`, "
+                    'or set `start = "on_demand"` for others too'
                 )
 
 

@@ -528,8 +528,8 @@ class OnDemandMetrics:
         )
         self.unloads = Counter(
             "baton_engine_unloads_total",
-            "Engines on demand that were unloaded: `idle`, for another's `room`, or because engines took more "
-            "than the `budget`.",
+            "Engines on demand that were unloaded: `idle`, for another's `room`, or because engines took "
+            "more than the `budget`.",
             ("engine", "reason"),
             registry=registry,
         )
