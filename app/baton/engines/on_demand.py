@@ -528,6 +528,7 @@ class OnDemand:
         resident.served.note = None
         log.info("engine_loading", engine=resident.name, memory=sum(resident.need.values()))
         resident.served.load(self._settings.start_s)
+        resident.seen = EngineState.STARTING
 
     def _note(self, resident: Resident) -> None:
         """Do what follows from a change of an engine's state."""
@@ -586,7 +587,7 @@ class OnDemand:
         resident.measured_at, found = now, resident.served.memory_bytes
         if found is None or found <= said:
             return
-        if resident.source != "measured":
+        if resident.source == "set":
             log.warning(
                 "engine_larger_than_said",
                 engine=resident.name,
@@ -610,7 +611,7 @@ def require_room(terms: Mapping[str, Terms], budget: Mapping[str, int]) -> None:
             if each.on_demand and need > left:
                 raise SettingsError(
                     f"engines '{name}': it needs {need // MIB} MiB of {place}, and engines that always "
-                    f"run leave {max(0, left) // MIB} MiB: raise `on_demand.budget`, lower `kv_cache_memory`, "
+                    f"run leave {max(0, left) // MIB} MiB: raise `on_demand.budget`, lower `kv_cache_memory` "
                     'or set `start = "on_demand"` for others too'
                 )
 
