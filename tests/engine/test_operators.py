@@ -89,6 +89,7 @@ def chat(gateway: RealGateway, *messages: dict[str, str], **more: Any) -> dict[s
 def cores(gateway: RealGateway) -> int:
     """How many engine cores run."""
     children = psutil.Process(gateway.process.pid).children(recursive=True)
+    print([(c.pid, c.name(), c.status(), c.ppid()) for c in children])
     return sum("EngineCor" in child.name() for child in children if child.is_running())
 
 
@@ -220,7 +221,9 @@ def test_what_a_model_knew_before_it_was_unloaded_costs_no_prefill_after_it(gate
         answers = [
             chat(gateway, more, model="guest", handoff={"from": handed["handoff"]["id"]}),
             respond(input=more["content"], previous_response_id=stored["id"]),
-            chat(gateway, histories[2], {"role": "assistant", "content": said["content"]}, more, model="guest"),
+            chat(
+                gateway, histories[2], {"role": "assistant", "content": said["content"]}, more, model="guest"
+            ),
         ]
         figures = [(computed(old), computed(new["usage"])) for old, new in zip(before, answers, strict=True)]
         print(f"A28: (tokens of a prompt, of these computed), first and second turn: {figures}")

@@ -141,6 +141,18 @@ def test_a_load_that_fails_is_told_with_its_status_or_in_the_stream_that_has_beg
         wait_for(lambda: post(gateway, TEXT).status_code == 200, "it is not tried again")
 
 
+@pytest.mark.fault("A24")
+def test_a_start_that_hangs_is_given_up_and_another_model_gets_the_room() -> None:
+    hanging = FakeEngine("a", behaviour=slow_start(Held()))
+    room = ROOM | {"start_s": 0.05}
+    told = on_demand("a", "b", memory=200 * MIB)
+    with run_fake(hanging, FakeEngine("b"), told=told, on_demand=room) as gateway:
+        refused = post(gateway, TEXT)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_unavailable")
+        assert hanging.state is EngineState.STOPPED
+        assert post(gateway, TEXT | {"model": "b"}).status_code == 200
+
+
 def test_a_client_that_leaves_while_its_model_waits_is_forgotten() -> None:
     held = Held()
     first = FakeEngine("a", behaviour=FakeBehaviour(token_seconds=1, wait=held))
@@ -421,6 +433,24 @@ def test_a_handoff_that_no_fallback_can_continue_is_refused_for_now_not_for_good
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_unavailable")
         assert second.bodies == []
         assert post(gateway, TEXT).headers["x-baton-fallback"] == "b"
+
+
+def test_pooling_falls_back_too_with_and_without_a_plugin(tmp_path: Path) -> None:
+    maps = [FakeEngine(name, pooling=True, plugin=plugin(Describing(tmp_path))) for name in ("m1", "m2")]
+    embed = [FakeEngine(name, pooling=True) for name in ("e1", "e2")]
+    told = {"m1": {"fallback": ["m2"]}, "e1": {"fallback": ["e2"]}}
+    told = {name: told.get(name, {}) | {"runner": "pooling"} for name in ("m1", "m2", "e1", "e2")}
+    with run_fake(*maps, *embed, told=told) as gateway:
+        for name in ("m1", "e1"):
+            act(gateway, name, "stop")
+            until_state(gateway, name, "stopped")
+        for model, more in (("m1", {"data": {"numbers": [0.5]}}), ("e1", {"input": "1 2"})):
+            answer = post(gateway, {"model": model} | more, "/pooling")
+            assert (answer.status_code, answer.headers["x-baton-fallback"]) == (200, model.replace("1", "2"))
+        answer = post(gateway, {"model": "e1", "input": "1 2"}, "/v1/embeddings")
+        assert answer.headers["x-baton-fallback"] == "e2"
+        labels = 'baton_fallbacks_total{engine="e1",reason="engine_unavailable",to="e2"}'
+        assert metric(gateway, labels) == 2
 
 
 def test_a_model_that_cannot_be_loaded_falls_back() -> None:

@@ -591,8 +591,8 @@ class Fleet:
         ]
 
     def named(self, model: str) -> Engine | None:
-        """Return the engine whose name, alias or pattern fits `model`."""
-        supervisor = self._named(model)
+        """Return the engine whose name, alias or pattern fits `model`, or the first of this group."""
+        supervisor = self._named(self._groups.get(model, [model])[0])
         return supervisor.engine if supervisor is not None else None
 
     def _named(self, model: str) -> Supervisor | None:
@@ -663,6 +663,8 @@ class Fleet:
 
     def _tell(self, name: str, state: EngineState, why: str | None) -> None:
         self.on_demand.changed(name)
+        if state in (EngineState.UNLOADED, EngineState.UNLOADING):  # why is known now
+            why = self._supervisors[name].why
         self.events.tell_all("engine.state", {"engine": name, "state": state.value, "why": why})
 
     def _one_lost(self) -> None:
@@ -741,7 +743,7 @@ class Fleet:
             return apart, down, maker is None or maker.name != name, load(name)
 
         model = self._require_name(model, pools=pools)
-        supervisor = self._named(model)
+        supervisor = None if model in self._groups else self._named(model)
         if supervisor is None and model not in self._groups:
             raise ModelNotFound.among(model, self.served)
         first = model if supervisor is None else supervisor.engine.name

@@ -206,6 +206,10 @@ class OnDemand:
             )
             metrics.memory.labels(name).set_function(partial(self._held, name))
             if terms.on_demand:
+                for outcome in ("ready", "failed"):
+                    metrics.loads.labels(name, outcome)
+                for reason in ("idle", "room", "budget"):
+                    metrics.unloads.labels(name, reason)
                 metrics.waiting.labels(name).set_function(partial(self._waiting, name))
         for place, size in self._budget.items():
             metrics.budget.labels(place).set(size)

@@ -23,8 +23,8 @@ from baton.errors import (
     ClientError,
     EngineOverloaded,
     EngineUnavailable,
-    RemoteLost,
-    RemoteUnreachable,
+    RemoteBusy,
+    RemoteFailed,
 )
 from baton.http.body.fields import ARGUMENTS, check_field_limits, strip_arguments, strip_steering
 from baton.http.body.json import is_small
@@ -71,15 +71,36 @@ async def answer(request: Request, operation: Operation) -> Response:
     return await operate(request, operation, body, media=media)
 
 
-async def engage(request: Request, model: object, *, pools: bool = False) -> Engine:
+async def engage(request: Request, model: object, *, pools: bool = False, falls_back: bool = False) -> Engine:
     """Return the engine that `model` names; one on demand is loaded first, and stays until the request ends.
+
+    Args:
+        falls_back: whether one of its fallbacks will do, which a header of the answer must then tell.
 
     Raises:
         BatonError: there is none, or it is not ready in time.
     """
-    state, gateway = state_of(request.scope), gateway_of(request)
-    choice = gateway.fleet.choices(model, pools=pools, load=gateway.admission.requests)[0]
-    return await gateway.fleet.engage(choice, state.context.tenant, state.ticket)
+    state, gateway, lost = state_of(request.scope), gateway_of(request), None
+    choices = gateway.fleet.choices(model, pools=pools, load=gateway.admission.requests)
+    for choice in choices:
+        if lost is not None and not (falls_back or gateway.fleet.in_group(model, choice[0])):
+            break
+        try:
+            engine = await gateway.fleet.engage(choice, state.context.tenant, state.ticket)
+        except (EngineUnavailable, EngineOverloaded) as error:
+            lost = lost or error
+            continue
+        if lost is not None and not gateway.fleet.in_group(model, choice[0]):
+            state.context.answer_headers[FALLBACK_HEADER] = engine.name
+            _count_fallback(gateway, choices[0], engine, lost)
+        return engine
+    assert lost is not None
+    raise lost
+
+
+def _count_fallback(gateway: Gateway, asked: Choice, engine: Engine, lost: BatonError) -> None:
+    fallbacks = gateway.metrics.on_demand.fallbacks
+    fallbacks.labels(asked[0].engine.name, engine.base, lost.reason).inc()
 
 
 async def take_place(request: Request, engine: Engine) -> Ticket:
@@ -164,16 +185,14 @@ async def _tried(
     for number, choice in enumerate(choices, 1):
         supervisor, word = choice
         left = body if number == len(choices) else await off_the_loop(request, partial(deepcopy, body))
-        if lost is not None:
-            left["model"] = word
-            if not gateway.fleet.in_group(asked, supervisor):
-                headers[FALLBACK_HEADER] = supervisor.engine.name
+        if lost is not None and not gateway.fleet.in_group(asked, supervisor):
+            left["model"], headers[FALLBACK_HEADER] = word, supervisor.engine.name
         try:
             engine = await gateway.fleet.engage(choice, state.context.tenant, state.ticket)
             state.model = engine.name
             held = media or bool(engine.images.texts)  # whose placeholders no text may hold
             response = await _respond(request, gateway, engine, operation, left, finish, media=held)
-        except (EngineUnavailable, EngineOverloaded, RemoteLost, RemoteUnreachable) as error:
+        except (EngineUnavailable, EngineOverloaded, RemoteFailed, RemoteBusy) as error:
             lost = lost or error
             state.model = supervisor.engine.name
             state.ticket.let_go()
@@ -183,9 +202,8 @@ async def _tried(
                 raise
             break  # the fallback's own reason would mislead: the client asked another model
         else:
-            if lost is not None:
-                fallbacks = gateway.metrics.on_demand.fallbacks
-                fallbacks.labels(choices[0][0].engine.name, engine.base, lost.reason).inc()
+            if lost is not None and FALLBACK_HEADER in headers:
+                _count_fallback(gateway, choices[0], engine, lost)
             return response
     assert lost is not None
     raise lost
