@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from baton.admission.fair_queue import FairQueue, QueueLimits
@@ -85,8 +86,7 @@ class Ticket:
     def lend(self, work: asyncio.Task[Any]) -> None:
         """Keep engines from being unloaded until `work` is done instead, which may outlive the answer."""
         while self._engines:
-            release = self._engines.popitem()[1]
-            work.add_done_callback(lambda _, release=release: release())
+            work.add_done_callback(partial(_call, self._engines.popitem()[1]))
 
     def let_go(self) -> None:
         """Give the engine's place back, and let engines be unloaded: the request goes on without them."""
@@ -127,6 +127,10 @@ class Ticket:
         tenant, self._tenant = self._tenant, None
         if tenant is not None:
             tenant.running -= 1
+
+
+def _call(release: Callable[[], None], _work: asyncio.Task[Any]) -> None:
+    release()
 
 
 class Admission:

@@ -737,8 +737,8 @@ class Fleet:
 
         def rank(name: str) -> tuple[object, ...]:
             engine, state = self._supervisors[name].engine, self._supervisors[name].state
-            here = engine.forwarding is None
-            apart = maker is not None and here and engine.weights != maker.weights
+            weights = engine.weights if engine.forwarding is None else None
+            apart = maker is not None and weights is not None and weights != maker.weights
             down = 0 if state is EngineState.READY else 1 if state in COMING else 2
             return apart, down, maker is None or maker.name != name, load(name)
 
