@@ -895,7 +895,7 @@ class Fleet:
     def merged_metrics(self) -> MergedRegistry:
         """Return the gateway's series and every engine's as one registry."""
         for name, current in self.states.items():
-            self.metrics.engines.up.labels(name).set(current is EngineState.READY)
+            self.metrics.engines.up.labels(name).set(self._answers(name))
             for state in EngineState:
                 self.metrics.engines.state.labels(name, state.value).set(state is current)
         registries = (self.metrics.registry, *self._shared_registries)

@@ -322,7 +322,7 @@ class OnDemand:
             waiter.set_exception(self._later(resident, f"was not loaded within {self._settings.wait_s:g} s"))
 
     def _hindrance(self, resident: Resident) -> BatonError | None:
-        """Return why a request need not wait for an engine; None: it may."""
+        """Make the error of a request that need not wait for an engine; None: it may wait."""
         name, state, now = resident.name, resident.state, self._clock()
         if state not in (EngineState.UNLOADED, EngineState.UNLOADING, EngineState.STARTING):
             return resident.served.refusal()
@@ -386,7 +386,7 @@ class OnDemand:
         return any(self._free(place, without) < need for place, need in resident.need.items())
 
     def _never_fits(self, resident: Resident) -> str | None:
-        """Return why an engine cannot be loaded whoever else leaves; None: it can."""
+        """Explain why an engine cannot be loaded whoever else leaves; None: it can."""
         leaving = [each for each in self._residents.values() if each.terms.on_demand and not each.terms.pin]
         leaving += [each for each in self._residents.values() if each.terms.pin and not each.holds]
         for place, need in resident.need.items():
@@ -452,7 +452,7 @@ class OnDemand:
                 continue
 
     def step(self) -> float | None:
-        """Do what is due now; return the seconds until something else is; None: until something changes."""
+        """Load and unload what is due; return the seconds until more is, None: until something changes."""
         now = self._clock()
         for resident in self._residents.values():
             self._note(resident)
@@ -535,7 +535,7 @@ class OnDemand:
         resident.seen = EngineState.STARTING
 
     def _note(self, resident: Resident) -> None:
-        """Do what follows from a change of an engine's state."""
+        """Follow a change of an engine's state."""
         before, resident.seen = resident.seen, resident.state
         state = resident.seen
         if state is EngineState.READY:
@@ -554,7 +554,7 @@ class OnDemand:
             resident.leaves_for = None
 
     def _has_come(self, resident: Resident, *, loaded: bool) -> None:
-        """Let those go on who waited for an engine; they count as its users before anybody looks."""
+        """Wake those who waited for an engine; they count as its users before anybody looks."""
         now = self._clock()
         resident.ready_at = resident.used_at = now
         resident.measured_at = -math.inf

@@ -480,7 +480,12 @@ class FleetMetrics:
     """The series of the engines' states, starts and restarts."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.up = Gauge("baton_engine_up", "1 while the engine answers.", ("engine",), registry=registry)
+        self.up = Gauge(
+            "baton_engine_up",
+            "1 while the engine answers, or would be loaded for a request.",
+            ("engine",),
+            registry=registry,
+        )
         self.state = Gauge(
             "baton_engine_state",
             "1 for the state the engine is in, 0 for the others.",

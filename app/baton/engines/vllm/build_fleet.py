@@ -124,7 +124,7 @@ def adapters_of(settings: Settings, engine: EngineSettings) -> list[Adapter]:
 
 
 def _on_demand(settings: Settings, models: Mapping[str, str], shares: Mapping[str, float]) -> OnDemand | None:
-    """Say what each engine takes of one budget; None: no engine is loaded on demand.
+    """Make the budget that the engines share; None: none is loaded on demand.
 
     Raises:
         SettingsError: an engine on demand could never be loaded beside those that always run.
