@@ -31,7 +31,7 @@ from baton.config.settings import Settings, load_settings
 from baton.engines.engine import Engine
 from baton.engines.fake.engine import FakeEngine
 from baton.engines.fleet import Fleet
-from baton.engines.on_demand import MACHINE, OnDemand, Terms
+from baton.engines.on_demand import on_demand_of
 from baton.engines.process.processes import segments_of, wait_until_gone
 from baton.http.uvicorn_server import GatewayServer, certificate_of, url_of
 from baton.serve import listen_for_clients, listen_for_metrics
@@ -80,18 +80,6 @@ class Held:
         self._released.set()
 
 
-def on_demand_of(settings: Settings) -> OnDemand:
-    """What loads fake engines: each takes what its settings say, or nothing."""
-    terms = {
-        each.name: Terms(
-            {MACHINE: int(each.memory or 0)}, "set", each.start == "on_demand", each.idle_s, each.pin
-        )
-        for each in settings.engines
-    }
-    budget = {MACHINE: int(settings.on_demand.budget or 2**40)}
-    return OnDemand(settings.on_demand, settings.supervision, terms, budget)
-
-
 def free_port() -> int:
     """A port of 127.0.0.1 that nothing listens on now."""
     with socket.socket() as probe:
@@ -128,8 +116,7 @@ def run_fake(
     )
     nothing = {"responses": {"budget": 0}}  # of this machine's user
     settings = load_settings(**({"port": 0, "engines": served, "metrics": {"port": 0}} | nothing | overrides))
-    on_demand = on_demand_of(settings) if any(each.start == "on_demand" for each in served) else None
-    fleet = Fleet(engines, on_demand=on_demand, settings=served)
+    fleet = Fleet(engines, on_demand=on_demand_of(settings, {}, lambda _: 0), settings=served)
     ready = threading.Event()
     with (
         listen_for_clients(settings) as listener,

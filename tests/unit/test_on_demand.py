@@ -10,10 +10,15 @@ from typing import Any
 
 import pytest
 
-from baton.config.groups import MIB, OnDemandSettings, SupervisionSettings
+from baton.config.gpu_memory import gpu_shares
+from baton.config.groups import MIB, EngineSettings, OnDemandSettings, SupervisionSettings
+from baton.config.settings import load_settings
+from baton.engines import on_demand
 from baton.engines.backend import EngineState
-from baton.engines.on_demand import MACHINE, OnDemand, Release, Terms, require_room
+from baton.engines.hardware import Gpu
+from baton.engines.on_demand import MACHINE, OnDemand, Release, Terms, on_demand_of, require_room
 from baton.errors import BatonError, EngineOverloaded, EngineUnavailable, SettingsError
+from baton.telemetry.memory import MemoryReader
 from baton.telemetry.metrics import GatewayMetrics
 
 
@@ -424,6 +429,70 @@ def test_settings_that_leave_a_model_no_room_are_refused() -> None:
     with pytest.raises(SettingsError, match=r"engines 'b': it needs 100 MiB of memory.*leave 50 MiB"):
         require_room({"a": staying, "b": large}, {MACHINE: 250 * MIB})
     require_room({"a": staying, "b": large}, {MACHINE: 300 * MIB})
+
+
+class Available(MemoryReader):
+    """A machine with so many MiB free."""
+
+    def __init__(self, mib: int) -> None:
+        self._free = mib * MIB
+
+    def available(self) -> int:
+        return self._free
+
+
+def engine(name: str, *, always: bool = False, **more: Any) -> EngineSettings:
+    return EngineSettings(name=name, model="m", start="always" if always else "on_demand", **more)
+
+
+def test_the_budget_is_what_the_machine_has_unless_it_is_set() -> None:
+    two = [engine("a", memory=600 * MIB, pin=True), engine("b", always=True)]
+    settings = load_settings(engines=two, admission={"memory_reserve": 100 * MIB, "engine_waiting": 7})
+    found = on_demand_of(settings, {}, lambda _: 300 * MIB, Available(1000))
+    assert found is not None
+    assert ("a" in found, "b" in found) == (True, False)
+    with pytest.raises(
+        SettingsError, match="needs 600 MiB of memory, and engines that always run leave 599 MiB"
+    ):
+        on_demand_of(settings, {}, lambda _: 301 * MIB, Available(1000))
+    given = settings.model_copy(update={"on_demand": OnDemandSettings(budget=800 * MIB)})
+    with pytest.raises(SettingsError, match="leave 500 MiB"):
+        on_demand_of(given, {}, lambda _: 300 * MIB, Available(10**6))
+    assert on_demand_of(load_settings(engines=[engine("b", always=True)]), {}, lambda _: 0) is None
+
+
+def test_a_gpu_whose_memory_nobody_knows_has_no_engine_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_demand, "is_cpu_build", lambda: False)
+    monkeypatch.setattr(on_demand, "read_gpus", list)
+    with pytest.raises(SettingsError, match="the memory of GPU 0 cannot be read"):
+        on_demand_of(load_settings(engines=[engine("a")]), {"a": 0.5}, lambda _: 0)
+
+
+def test_on_gpus_shares_are_what_engines_take_of_each_of_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two that are each more than half of a GPU leave for one another; one on the other GPU stays."""
+    cards = [Gpu(str(index), f"GPU-{index}", "H100", 1000 * MIB, 1000 * MIB, "580") for index in (0, 1)]
+    monkeypatch.setattr(on_demand, "is_cpu_build", lambda: False)
+    monkeypatch.setattr(on_demand, "read_gpus", lambda: cards)
+    engines = [engine("a", gpu_share=0.6), engine("b", gpu_share=0.6), engine("c", args={"device_ids": [1]})]
+    settings = load_settings(engines=engines, on_demand={"min_loaded_s": 0})
+    found = on_demand_of(settings, gpu_shares(engines), lambda _: 0)
+    assert found is not None
+    served = {each.name: Served() for each in engines}
+    found.bind(served, GatewayMetrics().on_demand)
+    for name in ("a", "c"):
+        found.want(name)
+    found.step()
+    for name in ("a", "c"):
+        served[name].state = EngineState.READY
+    assert found.row("a")["memory_needed_bytes"] == 600 * MIB
+    assert found.row("c")["memory_needed_bytes"] == 920 * MIB
+    found.want("b")
+    found.step()
+    assert [served[name].state for name in "abc"] == [
+        EngineState.UNLOADING,
+        EngineState.UNLOADED,
+        EngineState.READY,
+    ]
 
 
 def engines_move(models: Models, chance: random.Random) -> Iterator[str]:

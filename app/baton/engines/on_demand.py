@@ -26,9 +26,15 @@ from typing import Literal, Protocol
 import structlog
 
 from baton.admission.fair_queue import FairQueue, QueueLimits
-from baton.config.groups import MIB, OnDemandSettings, SupervisionSettings
+from baton.config.environment import visible_gpus
+from baton.config.gpu_memory import USABLE_SHARE, gpus_of
+from baton.config.groups import MIB, EngineSettings, OnDemandSettings, SupervisionSettings
+from baton.config.settings import Settings
 from baton.engines.backend import EngineState
+from baton.engines.hardware import NoGpu, read_gpus
+from baton.engines.vllm_version import is_cpu_build
 from baton.errors import BatonError, EngineOverloaded, EngineUnavailable, SettingsError
+from baton.telemetry.memory import MemoryReader
 from baton.telemetry.metrics import OnDemandMetrics
 
 MACHINE = "memory"
@@ -600,6 +606,81 @@ class OnDemand:
                 setting=f"engines.memory of '{resident.name}'",
             )
         resident.need[MACHINE], resident.source = found, "measured"
+
+
+def on_demand_of(
+    settings: Settings,
+    shares: Mapping[str, float],
+    bytes_of: Callable[[EngineSettings], int],
+    memory: MemoryReader | None = None,
+) -> OnDemand | None:
+    """Make the budget that the engines share; None: none is loaded on demand.
+
+    Args:
+        shares: those of their GPUs' memory that engines may take, by their names.
+        bytes_of: estimates what an engine takes on a CPU.
+        memory: reads what is available; None: from Linux.
+
+    Raises:
+        SettingsError: an engine on demand could never be loaded beside those that always run, or the
+            memory of its GPU cannot be read.
+    """
+    engines = settings.own_engines
+    if all(engine.start == "always" for engine in engines):
+        return None
+    given, waits = settings.on_demand.budget, settings.admission
+    if is_cpu_build():
+        available = (memory or MemoryReader()).available()
+        found = None if available is None else max(0, available - int(waits.memory_reserve))
+        most = given or found
+        budget = {} if most is None else {MACHINE: int(most)}
+        needs = {
+            each.name: {place: int(each.memory or bytes_of(each)) for place in budget} for each in engines
+        }
+    else:
+        totals = _gpu_bytes()
+        if unknown := next((gpu for each in engines for gpu in gpus_of(each) if gpu not in totals), None):
+            raise SettingsError(
+                f"engines: the memory of GPU {unknown} cannot be read with `nvidia-smi`, which engines with "
+                '`start = "on_demand"` need: set `start = "always"`'
+            )
+        budget = {_place(gpu): int(given or USABLE_SHARE * size) for gpu, size in totals.items()}
+        needs = {
+            each.name: {
+                _place(gpu): int(shares.get(each.name, USABLE_SHARE) * totals[gpu]) for gpu in gpus_of(each)
+            }
+            for each in engines
+        }
+    terms = {
+        each.name: Terms(
+            needs[each.name],
+            "estimated" if each.memory is None and is_cpu_build() else "set",
+            each.start == "on_demand",
+            each.idle_s,
+            each.pin,
+            waits.engine_requests + waits.engine_waiting,
+        )
+        for each in engines
+    }
+    require_room(terms, budget)
+    return OnDemand(settings.on_demand, settings.supervision, terms, budget)
+
+
+def _place(gpu: str) -> str:
+    return f"GPU {gpu}"
+
+
+def _gpu_bytes() -> dict[str, int]:
+    """Read the memory of the GPUs by the names that `gpus_of` gives them; empty: they cannot be asked."""
+    try:
+        gpus = read_gpus()
+    except NoGpu:
+        return {}
+    found = {name: gpu for gpu in gpus for name in (gpu.index, gpu.uuid)}
+    seen = visible_gpus()
+    if seen is not None:  # numbers count what the process sees
+        found |= {str(number): found[name] for number, name in enumerate(seen) if name in found}
+    return {name: gpu.bytes_total for name, gpu in found.items()}
 
 
 def require_room(terms: Mapping[str, Terms], budget: Mapping[str, int]) -> None:

@@ -12,15 +12,15 @@ from typing import Any
 import structlog
 from prometheus_client import REGISTRY
 
-from baton.config.environment import cores, visible_gpus
-from baton.config.gpu_memory import USABLE_SHARE, gpu_shares, gpus_of
+from baton.config.environment import cores
+from baton.config.gpu_memory import gpu_shares
 from baton.config.groups import CPU_KV_CACHE_BYTES, MIB, EngineSettings
 from baton.config.settings import Settings
 from baton.engines.adapters import Adapter, AdapterInvalid, KeptAdapters, read_adapter
 from baton.engines.engine import Engine
 from baton.engines.fleet import Fleet
-from baton.engines.hardware import NoGpu, read_gpus, read_processor
-from baton.engines.on_demand import MACHINE, OnDemand, Terms, require_room
+from baton.engines.hardware import read_processor
+from baton.engines.on_demand import on_demand_of
 from baton.engines.process.fork_server import ForkServer
 from baton.engines.vllm.arguments import processor_dtype
 from baton.engines.vllm.engine import VllmEngine
@@ -86,7 +86,7 @@ def build_fleet(
         supervision=settings.supervision,
         shared_registries=(REGISTRY,),
         at_once=_starts_at_once(settings, models) if server is not None else 1,
-        on_demand=_on_demand(settings, models, shares),
+        on_demand=on_demand_of(settings, shares, lambda each: _bytes_of(each, models[each.name])),
         settings=settings.engines,
     )
     for each in engines:
@@ -121,65 +121,6 @@ def adapters_of(settings: Settings, engine: EngineSettings) -> list[Adapter]:
         except AdapterInvalid as error:
             structlog.get_logger("baton.engine").error("adapter_lost", adapter=entry.name, cause=str(error))
     return found
-
-
-def _on_demand(settings: Settings, models: Mapping[str, str], shares: Mapping[str, float]) -> OnDemand | None:
-    """Make the budget that the engines share; None: none is loaded on demand.
-
-    Raises:
-        SettingsError: an engine on demand could never be loaded beside those that always run.
-    """
-    if all(engine.start == "always" for engine in settings.own_engines):
-        return None
-    admission, given = settings.admission, settings.on_demand.budget
-    waiting = admission.engine_requests + admission.engine_waiting
-    budget, needs = {}, {}
-    if is_cpu_build():
-        available = MemoryReader().available()
-        found = None if available is None else max(0, available - int(admission.memory_reserve))
-        if (most := given or found) is not None:
-            budget = {MACHINE: int(most)}
-            needs = {
-                each.name: {MACHINE: int(each.memory or _bytes_of(each, models[each.name]))}
-                for each in settings.own_engines
-            }
-    else:
-        totals = _gpu_bytes()
-        budget = {f"GPU {gpu}": int(given or USABLE_SHARE * size) for gpu, size in totals.items()}
-        needs = {
-            each.name: {
-                f"GPU {gpu}": int(shares.get(each.name, USABLE_SHARE) * totals[gpu])
-                for gpu in gpus_of(each)
-                if gpu in totals
-            }
-            for each in settings.own_engines
-        }
-    terms = {
-        each.name: Terms(
-            needs.get(each.name, {}),
-            "estimated" if each.memory is None and is_cpu_build() else "set",
-            each.start == "on_demand",
-            each.idle_s,
-            each.pin,
-            waiting,
-        )
-        for each in settings.own_engines
-    }
-    require_room(terms, budget)
-    return OnDemand(settings.on_demand, settings.supervision, terms, budget)
-
-
-def _gpu_bytes() -> dict[str, int]:
-    """Return the memory of the GPUs by the names that `gpus_of` gives them; empty: they cannot be asked."""
-    try:
-        gpus = read_gpus()
-    except NoGpu:
-        return {}
-    found = {name: gpu for gpu in gpus for name in (gpu.index, gpu.uuid)}
-    seen = visible_gpus()
-    if seen is not None:  # numbers count what the process sees
-        found |= {str(number): found[name] for number, name in enumerate(seen) if name in found}
-    return {name: gpu.bytes_total for name, gpu in found.items()}
 
 
 def _starts_at_once(settings: Settings, models: Mapping[str, str]) -> int:
