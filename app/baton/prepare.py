@@ -91,7 +91,12 @@ def prepare_fleet(
     """
     remote = build_remote_engines(settings, tenants=tenants)
     if not settings.own_engines:  # then nothing here needs vLLM
-        return Fleet(remote, supervision=settings.supervision, shared_registries=(REGISTRY,))
+        return Fleet(
+            remote,
+            supervision=settings.supervision,
+            shared_registries=(REGISTRY,),
+            settings=settings.engines,
+        )
     offline = not any(_may_need_hub(engine) for engine in settings.own_engines)
     compiles = not (is_cpu_build() and runs_eager(settings))
     apply_environment(

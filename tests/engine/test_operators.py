@@ -36,6 +36,16 @@ args = {{ dtype = "float32", max_model_len = 1024 }}
 name = "flood-tiny"
 model = "flood-tiny"
 runner = "pooling"
+
+[[engines]]
+name = "guest"
+model = "smollm2"
+start = "on_demand"
+idle_s = 2
+handoff = true
+auto = "on"
+kv_cache_memory = "192MiB"
+args = {{ dtype = "float32", max_model_len = 1024 }}
 """
 QUESTION = {
     "role": "user",
@@ -180,3 +190,47 @@ def test_a_dead_engine_that_an_operator_restarts_comes_back(gateway: RealGateway
     act(gateway, "restart")
     until_state(gateway, "ready")
     assert chat(gateway, QUESTION)["choices"]
+
+
+def computed(usage: dict[str, Any]) -> tuple[int, int]:
+    """The tokens of a prompt, and how many of them were computed."""
+    tokens: int = usage.get("prompt_tokens", usage.get("input_tokens"))
+    details = usage.get("prompt_tokens_details") or usage["input_tokens_details"]
+    return tokens, tokens - int(details["cached_tokens"])
+
+
+@pytest.mark.fault("A28")
+def test_what_a_model_knew_before_it_was_unloaded_costs_no_prefill_after_it(gateway: RealGateway) -> None:
+    """A handoff, a stored response and an automatic context: the second turn computes what it adds alone."""
+    more = {"role": "user", "content": "And of Spain?"}
+    histories = [{"role": "user", "content": f"{name}: {QUESTION['content']} " * 5} for name in "HRA"]
+    with Following(gateway.url) as following, gateway.client() as client:
+
+        def respond(**body: Any) -> dict[str, Any]:
+            told = {"model": "guest", "temperature": 0, "max_output_tokens": 24, "store": True} | body
+            answer = client.post("/v1/responses", json=told)
+            assert answer.status_code == 200, answer.text
+            found: dict[str, Any] = answer.json()
+            return found
+
+        handed = chat(gateway, histories[0], model="guest", handoff={"save": True})
+        stored = respond(input=histories[1]["content"])
+        resent = chat(gateway, histories[2], model="guest")
+        said = resent["choices"][0]["message"]
+        following.wait_for_state("guest", "unloading")
+        following.wait_for_state("guest", "unloaded")
+        assert row(gateway, "guest")["memory_bytes"] is None
+        before = [handed["usage"], stored["usage"], resent["usage"]]
+        answers = [
+            chat(gateway, more, model="guest", handoff={"from": handed["handoff"]["id"]}),
+            respond(input=more["content"], previous_response_id=stored["id"]),
+            chat(
+                gateway, histories[2], {"role": "assistant", "content": said["content"]}, more, model="guest"
+            ),
+        ]
+        figures = [(computed(old), computed(new["usage"])) for old, new in zip(before, answers, strict=True)]
+        print(f"A28: (tokens of a prompt, of these computed), first and second turn: {figures}")
+        for (tokens, first), (longer, second) in figures:
+            assert first == tokens, "the first turn has nothing to begin with"
+            assert second <= longer - tokens - 24 + 16 + 1, figures
+        wait_for(lambda: row(gateway, "guest")["state"] == "unloaded", "it is not unloaded again")

@@ -79,6 +79,11 @@ def test_every_engine_says_what_it_is_good_for_and_does() -> None:
         "kv_used": None,
         "memory_bytes": 2**30,
         "restarts": 0,
+        "start": "always",
+        "ready_in_s": None,
+        "unloads_in_s": None,
+        "memory_needed_bytes": None,
+        "memory_from": None,
     }
     assert [(each["kind"], each["can"]) for each in (second, third)] == [
         ("pooling", ["pooling"]),

@@ -31,6 +31,7 @@ from baton.config.settings import Settings, load_settings
 from baton.engines.engine import Engine
 from baton.engines.fake.engine import FakeEngine
 from baton.engines.fleet import Fleet
+from baton.engines.on_demand import on_demand_of
 from baton.engines.process.processes import segments_of, wait_until_gone
 from baton.http.uvicorn_server import GatewayServer, certificate_of, url_of
 from baton.serve import listen_for_clients, listen_for_metrics
@@ -104,11 +105,18 @@ def raw_status(url: str, method: str, target: str, headers: dict[str, str] | Non
 def run_fake(
     *engines: Engine, wait: bool = True, memory_reader: MemoryReader | None = None, **overrides: Any
 ) -> Iterator[FakeGateway]:
-    """A gateway in a thread, on a free port of 127.0.0.1."""
-    served = tuple(EngineSettings(name=engine.name, model="fake") for engine in engines)
+    """A gateway in a thread, on a free port of 127.0.0.1.
+
+    Args:
+        overrides: settings; `told`: of engines, by their names.
+    """
+    told = overrides.pop("told", {})
+    served = tuple(
+        EngineSettings(name=each.name, model="fake", **told.get(each.name, {})) for each in engines
+    )
     nothing = {"responses": {"budget": 0}}  # of this machine's user
     settings = load_settings(**({"port": 0, "engines": served, "metrics": {"port": 0}} | nothing | overrides))
-    fleet = Fleet(engines)
+    fleet = Fleet(engines, on_demand=on_demand_of(settings, {}, lambda _: 0), settings=served)
     ready = threading.Event()
     with (
         listen_for_clients(settings) as listener,

@@ -55,6 +55,27 @@ def test_what_a_named_share_leaves_is_for_the_others() -> None:
     assert shares == {"a": 0.5, "b": 0.22, "c": 0.2}
 
 
+def on_demand(name: str, **more: Any) -> EngineSettings:
+    return engine(name, **more).model_copy(update={"start": "on_demand"})
+
+
+def test_engines_on_demand_may_have_more_than_a_gpu_together_but_not_beside_those_that_stay() -> None:
+    assert gpu_shares([on_demand("a"), on_demand("b", share=0.5)]) == {"a": 0.92, "b": 0.5}
+    shares = gpu_shares([engine("stays", share=0.3), on_demand("a"), on_demand("b", share=0.6)])
+    assert shares == {"stays": 0.3, "a": 0.62, "b": 0.6}
+    for staying, coming in (
+        (engine("stays"), on_demand("a")),
+        (engine("s", share=0.6), on_demand("a", share=0.5)),
+    ):
+        with pytest.raises(SettingsError, match="engines 'a': engines that always run leave"):
+            gpu_shares([staying, coming])
+
+
+def test_the_doctor_counts_engines_on_demand_one_at_a_time(tool: Path) -> None:
+    found = findings(tool, on_demand("a", share=0.9), on_demand("b", share=0.9), engine("c", device_ids=[1]))
+    assert [found[f"engine {name}"].bad for name in "abc"] == [False, False, True]
+
+
 def test_an_engine_over_two_gpus_takes_what_the_fuller_one_has() -> None:
     shares = gpu_shares([engine("a", tensor_parallel_size=2), engine("b", device_ids=[1], share=0.7)])
     assert shares == {"a": 0.22, "b": 0.7}

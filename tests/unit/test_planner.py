@@ -215,6 +215,22 @@ def test_the_handoff_whose_kv_saves_most_time_comes_first() -> None:
     assert planner.saving(engine, large) == 0, "it takes longer to load than to compute"
 
 
+def test_an_engine_saves_until_the_end_of_the_last_save_is_reported() -> None:
+    """It must not be stopped before: a request may have its answer, and its KV is still being written."""
+    watch = TransferWatch(Throughput(), TransferMetrics(CollectorRegistry(), "a"))
+    loading, saving = TransferRequest(load="k"), TransferRequest(save="k")
+    watch.add("one", loading)
+    assert not watch.saving
+    watch.add("two", saving)
+    assert watch.saving
+    watch.transferred([TransferOutcome("r", "k", Transfer.SAVE, tag="two")])
+    assert not watch.saving
+    watch.add("three", given_up := TransferRequest(save="k"))
+    assert watch.saving
+    del given_up
+    assert not watch.saving, "nobody waits for it any more"
+
+
 def test_what_was_resident_of_loads_is_counted() -> None:
     registry = CollectorRegistry()
     watch = TransferWatch(FakeEngine("a").throughput, TransferMetrics(registry, "a"))

@@ -102,6 +102,45 @@ def test_a_group_may_come_half_from_the_file_and_half_from_the_environment(
             "default = true",
             "engines 'b': `default = true` is set for 'a' already",
         ),
+        (
+            '[[engines]]\nname = "a"\nmodel = "x"\nidle_s = 5',
+            "engines 'a': `idle_s` is for engines with `start = \"on_demand\"`",
+        ),
+        (
+            '[[engines]]\nname = "a"\nmodel = "x"\nstart = "on_demand"\npin = true\nidle_s = 5',
+            "engines 'a': `pin` and `idle_s` contradict each other",
+        ),
+        (
+            '[on_demand]\nbudget = "1GiB"\n[[engines]]\nname = "a"\nmodel = "x"\nmemory = "2GiB"',
+            "engines 'a': memory: 2.0GiB is more than all of `on_demand.budget`, which is 1.0GiB",
+        ),
+        (
+            '[[engines]]\nname = "a"\nmodel = "x"\nfallback = ["a"]',
+            "engines 'a': fallback: it leads back to 'a': a -> a",
+        ),
+        (
+            '[[engines]]\nname = "a"\nmodel = "x"\nfallback = ["b"]\n'
+            '[[engines]]\nname = "b"\nmodel = "x"\nfallback = ["c"]\n'
+            '[[engines]]\nname = "c"\nmodel = "x"\nfallback = ["a"]',
+            "engines 'a': fallback: it leads back to 'a': a -> b -> c -> a",
+        ),
+        (
+            '[[engines]]\nname = "a"\nmodel = "x"\ngroup = "g"\nfallback = ["g"]',
+            "engines 'a': fallback: it leads back to 'a': a -> g",
+        ),
+        (
+            '[[engines]]\nname = "alpha"\nmodel = "x"\nfallback = ["alhpa"]',
+            "engines 'alpha': fallback: there is no engine or group 'alhpa'; did you mean 'alpha'?",
+        ),
+        (
+            '[[engines]]\nname = "a"\nmodel = "x"\nfallback = ["b"]\n'
+            '[[engines]]\nname = "b"\nmodel = "x"\nrunner = "pooling"',
+            "engines 'a': fallback: 'b' has another runner",
+        ),
+        (
+            '[[engines]]\nname = "a"\nmodel = "x"\ngroup = "b"\n[[engines]]\nname = "b"\nmodel = "x"',
+            "engines 'a': group 'b' is the name of a model",
+        ),
         ("engines = []", "engines: name at least one"),
         (
             '[[engines]]\nname = "a"\nmodel = "x"\nlatent = true',

@@ -65,7 +65,8 @@ function Empty() {
 /** Say what there is to ask, where that is not plain. */
 function Readiness() {
   const found = talkers();
-  if (engines.value === null || found.some((engine) => engine.state === "ready")) return null;
+  if (engines.value === null || found.some((engine) => ["ready", "unloaded"].includes(engine.state)))
+    return null;
   if (found.length === 0)
     return <p>No engine here generates text. Add one to the settings, and start the gateway again.</p>;
   return (

@@ -69,7 +69,7 @@ function Card({ engine }: { engine: Engine }) {
       fault.value = inWords(error);
     }
   }
-  const down = ["stopped", "failed", "stopping"].includes(engine.state);
+  const down = ["stopped", "failed", "stopping", "unloaded"].includes(engine.state);
   const samples = past.value.get(engine.name) ?? [];
   return (
     <li class="card engine" aria-label={engine.name}>

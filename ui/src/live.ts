@@ -8,7 +8,16 @@ export interface Engine {
   models: string[];
   kind: "generate" | "pooling";
   here: boolean;
-  state: "starting" | "ready" | "unreachable" | "restarting" | "failed" | "stopping" | "stopped";
+  state:
+    | "starting"
+    | "ready"
+    | "unreachable"
+    | "restarting"
+    | "failed"
+    | "stopping"
+    | "stopped"
+    | "unloaded"
+    | "unloading";
   why: string | null;
   supports_handoffs: boolean;
   can: string[];
@@ -111,4 +120,6 @@ export const STATES: Record<Engine["state"], string> = {
   failed: "failed",
   stopping: "stopping",
   stopped: "stopped",
+  unloaded: "loaded when asked for",
+  unloading: "making room",
 };

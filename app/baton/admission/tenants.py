@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from baton.admission.fair_queue import FairQueue, QueueLimits
@@ -64,14 +65,34 @@ class Tenant:
 
 
 class Ticket:
-    """The holdings of one request: a count of its tenant's, a place at an engine."""
+    """The holdings of one request: a count of its tenant's, a place at an engine, engines on demand."""
 
-    __slots__ = ("_kept", "_place", "_tenant")
+    __slots__ = ("_engines", "_kept", "_place", "_tenant")
 
     def __init__(self) -> None:
         self._tenant: Tenant | None = None
         self._place: tuple[FairQueue, str] | None = None
+        self._engines: dict[str, Callable[[], None]] = {}
         self._kept = False
+
+    def holds(self, engine: str) -> bool:
+        """Return whether the request keeps this engine from being unloaded."""
+        return engine in self._engines
+
+    def hold(self, engine: str, release: Callable[[], None]) -> None:
+        """Keep an engine from being unloaded until the request ends."""
+        self._engines[engine] = release
+
+    def lend(self, work: asyncio.Task[Any]) -> None:
+        """Keep engines from being unloaded until `work` is done instead, which may outlive the answer."""
+        while self._engines:
+            work.add_done_callback(partial(_call, self._engines.popitem()[1]))
+
+    def let_go(self) -> None:
+        """Give the engine's place back, and let engines be unloaded: the request goes on without them."""
+        self.leave_engine()
+        while self._engines:
+            self._engines.popitem()[1]()
 
     def counts_for(self, tenant: Tenant) -> None:
         """Count the request as one of the tenant's."""
@@ -102,10 +123,14 @@ class Ticket:
             self._give_back()
 
     def _give_back(self) -> None:
-        self.leave_engine()
+        self.let_go()
         tenant, self._tenant = self._tenant, None
         if tenant is not None:
             tenant.running -= 1
+
+
+def _call(release: Callable[[], None], _work: asyncio.Task[Any]) -> None:
+    release()
 
 
 class Admission:
@@ -166,6 +191,10 @@ class Admission:
         """Return how many requests an engine has, of all tenants, and how many wait for it."""
         queue = self._queues[engine]
         return queue.running, queue.waiting
+
+    def requests(self, engine: str) -> int:
+        """Count the requests that an engine has or that wait for it."""
+        return sum(self.at(engine))
 
     def load(self) -> float:
         """Return how full the fullest engine is: requests that run or wait, by the places of one tenant.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 
 from baton.config.groups import EngineSettings
@@ -27,13 +27,46 @@ def gpu_shares(engines: Sequence[EngineSettings]) -> dict[str, float]:
     """Return the share of its GPUs' memory that each engine may take, by the engine's name.
 
     An engine with `gpu_share` gets that; the others on the same GPU share what is left equally. An engine
-    without `gpu_share` that has its GPUs for itself is left out: vLLM's default holds for it.
+    without `gpu_share` that has its GPUs for itself is left out: vLLM's default holds for it. Engines on
+    demand get what those leave that always run, each all of it unless it names a share.
 
     Raises:
         SettingsError: an engine has two shares or `kv_cache_memory` beside one, the engines of one GPU take
             more than all of it, or GPUs are named by number here and by UUID there.
     """
     _require_one_naming(engines)
+    staying = [engine for engine in engines if engine.start == "always"]
+    shares = _shares_of(staying)
+    for engine in engines:
+        if engine.start == "on_demand":
+            shares[engine.name] = _share_on_demand(engine, staying, shares)
+    return shares
+
+
+def _share_on_demand(
+    engine: EngineSettings, staying: Sequence[EngineSettings], shares: Mapping[str, float]
+) -> float:
+    """Return the share of an engine on demand: its own, else all that engines leave which always run."""
+    taken = max(
+        sum(shares.get(other.name, USABLE_SHARE) for other in staying if gpu in gpus_of(other))
+        for gpu in gpus_of(engine)
+    )
+    left, named = round(USABLE_SHARE - taken, 3), _named(engine)
+    if engine.kv_cache_memory is not None:
+        raise SettingsError(
+            f"engines '{engine.name}': kv_cache_memory: with it vLLM heeds no share of a GPU: "
+            "set `gpu_share` instead"
+        )
+    if left < LEAST_SHARE or (named is not None and named > left):
+        raise SettingsError(
+            f"engines '{engine.name}': engines that always run leave {max(0.0, left):g} of the memory of its "
+            "GPUs: lower `gpu_share`, there or here"
+        )
+    return left if named is None else named
+
+
+def _shares_of(engines: Sequence[EngineSettings]) -> dict[str, float]:
+    """Return the shares of engines that run at the same time."""
     users: defaultdict[str, list[EngineSettings]] = defaultdict(list)
     for engine in engines:
         for gpu in gpus_of(engine):

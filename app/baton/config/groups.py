@@ -474,8 +474,8 @@ HeaderName = Annotated[str, Field(pattern=r"^[!#$%&'*+.^_`|~0-9A-Za-z-]+$", max_
 
 
 OF_OUR_OWN_ENGINES = (
-    "kv_cache_memory", "gpu_share", "auto", "translate", "latent", "io_processor", "classic_plugin",
-    "adapters", "args", "serving",
+    "kv_cache_memory", "gpu_share", "start", "idle_s", "memory", "pin", "auto", "translate", "latent",
+    "io_processor", "classic_plugin", "adapters", "args", "serving",
 )  # fmt: skip
 """Settings of an engine that runs here, which say nothing of another server."""
 
@@ -526,6 +526,38 @@ class EngineSettings(Frozen):
         le=1,
         description="Share of its GPUs' memory that the engine may take, with weights and KV pool. "
         "Unset: engines on the same GPU share 0.92 of it equally; one alone takes vLLM's default.",
+    )
+    start: Literal["always", "on_demand"] = Field(
+        "always",
+        description="`always`: with the gateway. `on_demand`: for the first request, and again after it was "
+        "unloaded; see [Models that come and go](../how-to/models-on-demand.md).",
+    )
+    idle_s: float | None = Field(
+        None,
+        ge=0,
+        description="Seconds without a request after which an engine on demand is unloaded. Unset: it stays "
+        "until another one needs its room.",
+    )
+    memory: ByteSize | None = Field(
+        None,
+        ge=MIB,
+        description="Memory that the engine takes of `on_demand.budget`; on GPUs leave it out, `gpu_share` "
+        "says it. Unset: its weights, its KV pool and 1 GiB. What it is measured to take beyond that counts.",
+    )
+    pin: bool = Field(
+        False, description="Whether an engine on demand is never unloaded once it runs, but by an operator."
+    )
+    group: EngineName | None = Field(
+        None,
+        description="A further word for `model`, which several engines of one `runner` share: it picks the "
+        "ready one with the fewest requests, and before it the one that made the handoff which a request "
+        "continues.",
+    )
+    fallback: tuple[EngineName, ...] = Field(
+        (),
+        description="Names of engines or groups that answer, in this order, where this engine cannot before "
+        "the first token: it is not ready, is full, or is lost. The answer's header `X-Baton-Fallback` names "
+        "the engine.",
     )
     handoff: bool = Field(
         False,
@@ -584,6 +616,16 @@ class EngineSettings(Frozen):
     def _settings_are_of_its_kind(self) -> EngineSettings:
         if self.url is None and self._given("remote"):
             raise ValueError(f"engines '{self.name}': `remote` says how a server is asked: give its `url`")
+        stays = [name for name in ("idle_s", "pin") if self._given(name)] if self.start == "always" else []
+        if stays:
+            raise ValueError(
+                f"engines '{self.name}': `{stays[0]}` is for engines with `start = \"on_demand\"`: others "
+                "are never unloaded"
+            )
+        if self.pin and self.idle_s is not None:
+            raise ValueError(
+                f"engines '{self.name}': `pin` and `idle_s` contradict each other: leave one out"
+            )
         given = [name for name in OF_OUR_OWN_ENGINES if self._given(name)]
         if self.url is not None and given:
             raise ValueError(
@@ -660,6 +702,41 @@ class SupervisionSettings(Frozen):
         le=3600,
         description="Seconds that a request whose engine was lost waits for another of the same weights, or "
         "for its own to be back; there it goes on where it was. 0: it fails.",
+    )
+
+
+class OnDemandSettings(Frozen):
+    """`[on_demand]`: how engines with `start = "on_demand"` share memory, and how long requests wait."""
+
+    budget: ByteSize | None = Field(
+        None,
+        ge=MIB,
+        description="Memory that all engines of the gateway take together, those that always run too; on "
+        "GPUs of each GPU. Unset: what is available at the start without `admission.memory_reserve`; on "
+        "GPUs 0.92 of each.",
+    )
+    min_loaded_s: float = Field(
+        30.0,
+        ge=0,
+        le=86400,
+        description="Seconds that an engine stays once it is ready, before another may take its room: models "
+        "that do not fit together take turns no faster.",
+    )
+    wait_s: float = Field(
+        120.0,
+        gt=0,
+        le=3600,
+        description="Seconds that a request waits for its engine to be loaded; then 503, and at once where "
+        "it is known to take longer.",
+    )
+    drain_s: float = Field(
+        300.0,
+        ge=0,
+        le=86400,
+        description="Seconds that running requests get to end before their engine makes room for another.",
+    )
+    start_s: float = Field(
+        600.0, gt=0, le=86400, description="Seconds that one start may take; then it has failed."
     )
 
 

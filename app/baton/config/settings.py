@@ -32,6 +32,7 @@ from baton.config.groups import (
     ImageSettings,
     LimitSettings,
     MetricsSettings,
+    OnDemandSettings,
     PoolingSettings,
     ResponseSettings,
     SupervisionSettings,
@@ -123,6 +124,7 @@ class Settings(BaseSettings):
     admission: AdmissionSettings = AdmissionSettings()
     metrics: MetricsSettings = MetricsSettings()
     supervision: SupervisionSettings = SupervisionSettings()
+    on_demand: OnDemandSettings = OnDemandSettings()
     handoffs: HandoffSettings = HandoffSettings()
     responses: ResponseSettings = ResponseSettings()
     pooling: PoolingSettings = PoolingSettings()
@@ -189,6 +191,48 @@ class Settings(BaseSettings):
         return self
 
     @model_validator(mode="after")
+    def _groups_and_fallbacks_lead_to_engines(self) -> Settings:
+        names = {name for engine in self.engines for name in (engine.name, *engine.aliases, *engine.adapters)}
+        groups = self.groups
+        for group, members in groups.items():
+            if group in names:
+                raise ValueError(f"engines '{members[0].name}': group '{group}' is the name of a model")
+            if len({engine.runner for engine in members}) > 1:
+                raise ValueError(f"engines: group '{group}' has engines of different runners")
+        for engine in self.engines:
+            self._require_fallbacks(engine, [engine.name])
+        return self
+
+    def _require_fallbacks(self, engine: EngineSettings, way: list[str]) -> None:
+        """Refuse a fallback that is no engine or group, is of another runner, or leads back to its engine."""
+        for name in engine.fallback:
+            found = self.groups.get(name) or [each for each in self.engines if each.name == name]
+            if not found:
+                known = [each.name for each in self.engines] + list(self.groups)
+                near = nearest(name, known)
+                raise ValueError(
+                    f"engines '{engine.name}': fallback: there is no engine or group '{name}'{near}"
+                )
+            for each in found:
+                if each.runner != engine.runner:
+                    raise ValueError(f"engines '{engine.name}': fallback: '{name}' has another runner")
+                if each.name in way:
+                    told = " -> ".join([*way, name])
+                    raise ValueError(f"engines '{way[0]}': fallback: it leads back to '{each.name}': {told}")
+                self._require_fallbacks(each, [*way, each.name])
+
+    @model_validator(mode="after")
+    def _an_engine_fits_the_budget(self) -> Settings:
+        budget = self.on_demand.budget
+        for engine in self.engines:
+            if budget is not None and engine.memory is not None and engine.memory > budget:
+                raise ValueError(
+                    f"engines '{engine.name}': memory: {engine.memory.human_readable()} is more than all of "
+                    f"`on_demand.budget`, which is {budget.human_readable()}"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _one_engine_of_a_runner_is_the_default(self) -> Settings:
         for runner in ("generate", "pooling"):
             default = [engine.name for engine in self.engines if engine.default and engine.runner == runner]
@@ -205,6 +249,15 @@ class Settings(BaseSettings):
         if self.uds is not None and self.tls.cert_file is not None:
             raise ValueError("uds: leave `tls` out: what goes over a Unix socket stays on this machine")
         return self
+
+    @property
+    def groups(self) -> dict[str, list[EngineSettings]]:
+        """Return the engines of each group, in their order."""
+        found: dict[str, list[EngineSettings]] = {}
+        for engine in self.engines:
+            if engine.group is not None:
+                found.setdefault(engine.group, []).append(engine)
+        return found
 
     @property
     def own_engines(self) -> tuple[EngineSettings, ...]:

@@ -79,16 +79,17 @@ def _shares(settings: Settings, gpus: Sequence[Gpu]) -> Iterator[Finding]:
         return
     by_id = _by_id(gpus)
     taken: defaultdict[str, float] = defaultdict(float)
-    for engine in settings.own_engines:
+    for engine in sorted(settings.own_engines, key=lambda each: each.start == "on_demand"):
         if missing := [gpu for gpu in gpus_of(engine) if gpu not in by_id]:
             mend = "correct args.device_ids or args.tensor_parallel_size"
             yield Finding(f"engine {engine.name}", f"there is no GPU {', '.join(missing)}", True, mend)
             continue
         share = shares.get(engine.name, USABLE_SHARE)
-        for gpu in gpus_of(engine):
-            taken[gpu] += share
+        used = {gpu: taken[gpu] + share for gpu in gpus_of(engine)}
+        if engine.start == "always":
+            taken.update(used)
         text = f"GPU {', '.join(gpus_of(engine))}: {share:g} of it"
-        short = any(by_id[gpu].bytes_free < taken[gpu] * by_id[gpu].bytes_total for gpu in gpus_of(engine))
+        short = any(by_id[gpu].bytes_free < used[gpu] * by_id[gpu].bytes_total for gpu in gpus_of(engine))
         mend = "end what else uses it, or lower `gpu_share`" if short else ""
         yield Finding(
             f"engine {engine.name}", f"{text}{', which is not free now' if short else ''}", short, mend
@@ -310,14 +311,21 @@ def _environment(settings: Settings) -> Iterator[Finding]:
 
 def _memory(settings: Settings) -> Iterator[Finding]:
     available = psutil.virtual_memory().available
-    pools = sum(int(engine.kv_cache_memory or CPU_KV_CACHE_BYTES) for engine in settings.own_engines)
-    pools = pools if is_cpu_build() else 0  # a GPU's pool is in its own memory
-    needed = len(settings.own_engines) * ENGINE_BYTES + pools
+    takes = {  # a GPU's pool is in its own memory
+        engine.name: ENGINE_BYTES + is_cpu_build() * int(engine.kv_cache_memory or CPU_KV_CACHE_BYTES)
+        for engine in settings.own_engines
+    }
+    coming = [engine for engine in settings.own_engines if engine.start == "on_demand"]
+    largest = max((takes[engine.name] for engine in coming), default=0)
+    needed = sum(takes.values()) - sum(takes[engine.name] for engine in coming) + largest
     bad = available < needed
-    text = (
-        f"{available / GIB:.1f} GiB free; {len(settings.own_engines)} small engine(s) take {needed / GIB:.1f}"
-    )
+    text = f"{available / GIB:.1f} GiB free; {len(takes)} small engine(s) take {needed / GIB:.1f}"
+    text += ", the largest on demand alone" if coming else ""
     yield Finding("memory", text, bad, "free some, or give an engine less `kv_cache_memory`" if bad else "")
+    if coming:
+        budget = settings.on_demand.budget
+        room = "what is available at the start" if budget is None else budget.human_readable()
+        yield Finding("on demand", f"{', '.join(engine.name for engine in coming)}; for all engines: {room}")
 
 
 def _cores() -> Iterator[Finding]:

@@ -76,6 +76,10 @@ class EngineState(StrEnum):
     STOPPING = "stopping"
     """Stopped by an operator, it finishes its requests and takes no more."""
     STOPPED = "stopped"
+    UNLOADED = "unloaded"
+    """Not running: a request loads it."""
+    UNLOADING = "unloading"
+    """Unloaded to make room or because it is idle, it finishes its requests and takes no more."""
 
 
 @dataclass(frozen=True)

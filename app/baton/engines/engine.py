@@ -46,6 +46,11 @@ class LocalEngine(Backend, Protocol):
         """Nothing: requests are answered here. What tells an engine from a server elsewhere, also to mypy."""
         ...
 
+    @property
+    def saving(self) -> bool:
+        """True while it saves KV of requests that have ended."""
+        ...
+
     async def kill(self) -> None:
         """Kill the processes of an engine that hangs; its requests fail."""
         ...

@@ -6,9 +6,10 @@ import asyncio
 import re
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from contextvars import Context
+from dataclasses import dataclass
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from functools import partial
@@ -17,10 +18,12 @@ from typing import Any
 import structlog
 from prometheus_client import CollectorRegistry
 
-from baton.config.groups import SupervisionSettings
+from baton.admission.tenants import Ticket
+from baton.config.groups import EngineSettings, OnDemandSettings, SupervisionSettings
 from baton.engines.adapters import Adapter
-from baton.engines.backend import EngineState
+from baton.engines.backend import EngineState, Json
 from baton.engines.engine import Engine, LocalEngine, adapted
+from baton.engines.on_demand import NO_PROCESS, OnDemand
 from baton.errors import (
     LONGEST_WORD,
     BatonError,
@@ -58,6 +61,8 @@ WHY = {
     EngineState.FAILED: "It failed too often, or could not be started; the gateway's log says why.",
     EngineState.STOPPING: "An operator stops it; requests that run may end.",
     EngineState.STOPPED: "An operator stopped it.",
+    EngineState.UNLOADED: "It runs on demand: a request loads it.",
+    EngineState.UNLOADING: "It makes room for another.",
 }
 """What everybody may know of why an engine takes no requests."""
 
@@ -68,6 +73,10 @@ class Act(StrEnum):
     START = "start"
     STOP = "stop"
     RESTART = "restart"
+
+
+LOAD, UNLOAD = "load", "unload"
+"""Acts of the gateway itself, on engines on demand."""
 
 
 class Supervisor:
@@ -84,6 +93,7 @@ class Supervisor:
         lost: called when it is given up.
 
     Attributes:
+        note: why an engine on demand is not loaded, or is unloaded; None: nothing beyond its state.
         given_up: True once the engine has failed too often and stays down.
         restarts: attempts to restart it, because it was lost.
     """
@@ -109,12 +119,13 @@ class Supervisor:
         self._started_at = 0.0
         self._reason = "died"
         self._operated: EngineState | None = None
-        self._act: Act | None = None
+        self._act: str | None = None
         self._working: asyncio.Task[None] | None = None
         self._past: set[asyncio.Task[None]] = set()
         self._tokens: deque[tuple[float, float]] = deque(maxlen=SAMPLES)
         self._tell, self._lost = tell, lost
         self._log = structlog.get_logger("baton.fleet").bind(engine=engine.name)
+        self.note: str | None = None
         self.given_up = False
         self.restarts = 0
         self._seen = self.state
@@ -136,6 +147,8 @@ class Supervisor:
     def why(self) -> str | None:
         """Why the engine takes no requests, in a sentence for everybody; None: it does."""
         state = self.state
+        if self.note is not None and state in (EngineState.UNLOADED, EngineState.UNLOADING):
+            return self.note
         return LOST[self._reason] if state is EngineState.RESTARTING else WHY.get(state)
 
     @property
@@ -190,6 +203,10 @@ class Supervisor:
             return EngineRestarting(
                 f"The engine for '{name}' is being restarted; try again shortly.",
                 retry_after_s=max(1, round(left)),
+            )
+        if state in (EngineState.UNLOADED, EngineState.UNLOADING):
+            return EngineUnavailable(
+                f"The engine for '{name}' is not loaded; try again shortly.", retry_after_s=5
             )
         if state in (EngineState.STOPPING, EngineState.STOPPED):
             return EngineUnavailable(
@@ -249,35 +266,77 @@ class Supervisor:
         under_way = self._working is not None and not self._working.done()
         if self.state in nothing_to_do.get(act, ()) or (under_way and self._act is act):
             return
+        self._begin(act, drain_s, busy)
+
+    def on_demand(self) -> None:
+        """Leave the engine down until `load`, as one on demand begins; one that failed or was stopped too."""
+        self.given_up = False
+        self._now(EngineState.UNLOADED)
+
+    def load(self, within_s: float) -> None:
+        """Begin to start an engine that is down; it is down again where the start fails, or takes longer."""
+        self._begin(LOAD, 0, lambda: False, within_s)
+        self._now(EngineState.STARTING)
+
+    def unload(self, drain_s: float, busy: Callable[[], bool]) -> None:
+        """Begin to stop the engine once its requests have ended, until `load`."""
+        self._begin(UNLOAD, drain_s, busy)
+        self._now(EngineState.UNLOADING)
+
+    def give_up(self) -> None:
+        """Leave the engine down until an operator starts it."""
+        self.given_up = True
+        self._log.error("engine_given_up", within_s=self._settings.window_s)
+        self._now(EngineState.FAILED)
+
+    @property
+    def start_s(self) -> float:
+        """Seconds that its last start took; 0: it was never started."""
+        return self._start_s
+
+    @property
+    def working(self) -> bool:
+        """True if its engine works on a request, or saves KV."""
+        return bool(self.engine.active) or (self.engine.forwarding is None and self.engine.saving)
+
+    @property
+    def memory_bytes(self) -> int | None:
+        return self.engine.memory_bytes
+
+    def _begin(
+        self, act: str, drain_s: float, busy: Callable[[], bool], within_s: float | None = None
+    ) -> None:
         if self._working is not None:
             self._working.cancel()
             self._past.add(self._working)
         self._act = act
         # In a context of its own: what the engine does from now on is not this request's, nor in the log.
         self._working = asyncio.create_task(
-            self._operate(act, drain_s, busy), name=f"{act}-{self.engine.name}", context=Context()
+            self._operate(act, drain_s, busy, within_s), name=f"{act}-{self.engine.name}", context=Context()
         )
 
-    async def _operate(self, act: Act, drain_s: float, busy: Callable[[], bool]) -> None:
+    async def _operate(
+        self, act: str, drain_s: float, busy: Callable[[], bool], within_s: float | None
+    ) -> None:
         past = set(self._past)  # without this act, which another one may put there
         await _ended(past)
         self._past -= past
         try:
-            if act is not Act.START:
-                self._now(EngineState.STOPPING)
+            if act not in (Act.START, LOAD):
+                self._now(EngineState.UNLOADING if act == UNLOAD else EngineState.STOPPING)
                 await self._drained(drain_s, busy)
                 await self._stop()
-                self._now(EngineState.STOPPED)
-            if act is Act.STOP:
+                self._now(EngineState.UNLOADED if act == UNLOAD else EngineState.STOPPED)
+            if act in (Act.STOP, UNLOAD):
                 return
             if self.engine.state not in RUNNING:
                 self._now(EngineState.STARTING)
                 await self._stop()  # what is left of one that failed
-                await self.start()
+                await self.start(within_s=within_s)
         except Exception as error:  # noqa: BLE001  # the border of a background task: the engine stays down
             cause = error.message if isinstance(error, BatonError) else None
             self._log.error("operator_act_failed", act=act, cause=cause, exc_info=None if cause else error)
-            self._now(EngineState.FAILED)
+            self._now(EngineState.UNLOADED if act == LOAD else EngineState.FAILED)
             return
         self.given_up = False
         self._restarts.clear()
@@ -308,15 +367,28 @@ class Supervisor:
             self._past.add(work)
         await _ended(set(self._past))
 
-    async def start(self, report: Callable[[str], None] = lambda _phase: None) -> None:
+    async def start(
+        self, report: Callable[[str], None] = lambda _phase: None, within_s: float | None = None
+    ) -> None:
         """Start the engine, once it is its turn.
 
+        Args:
+            within_s: seconds that it may take; None: any.
+
         Raises:
-            StartError: the engine cannot run.
+            StartError: the engine cannot run, or was not ready in time.
         """
         async with self._turn:
             began = self._clock()
-            await self.engine.start(report)
+            try:
+                async with asyncio.timeout(within_s):
+                    await self.engine.start(report)
+            except TimeoutError:
+                await self._stop()
+                raise StartError(
+                    f"The engine '{self.engine.name}' was not ready within {within_s:g} s "
+                    "(setting on_demand.start_s)."
+                ) from None
         self._start_s, self._started_at = max(self._clock() - began, 1e-3), time.time()
         self._metrics.engines.start.labels(self.engine.name).set(self._start_s)
         self._log.info("engine_ready", seconds=round(self._start_s, 1))
@@ -411,6 +483,25 @@ FleetReport = Callable[[str, str], None]
 UP = "ready"
 
 
+COMING = frozenset({EngineState.UNLOADED, EngineState.UNLOADING, EngineState.STARTING})
+"""States of an engine on demand that will answer requests by itself."""
+Choice = tuple[Supervisor, str]
+"""An engine that may answer a request, and the word by which the request is to name it."""
+
+
+@dataclass(frozen=True)
+class Maker:
+    """The engine that made the handoff which a request continues.
+
+    Attributes:
+        name: the engine's name, or its adapter's.
+        weights: identity of its weights, without which its KV is of no use.
+    """
+
+    name: str
+    weights: str
+
+
 class Fleet:
     """The engines of one gateway, by name.
 
@@ -419,9 +510,12 @@ class Fleet:
         supervision: when an engine counts as hung, and how often it is restarted.
         shared_registries: registries of metrics that belong to no single engine.
         at_once: how many engines may start at the same time.
+        on_demand: loads and unloads some of them; None: all run always.
+        settings: the engines', of which groups and fallbacks are read.
 
     Attributes:
         metrics: the gateway's metrics.
+        on_demand: loads and unloads engines.
         events: what is told to clients who listen.
         lost: set when every engine has failed too often to be restarted.
     """
@@ -434,6 +528,8 @@ class Fleet:
         supervision: SupervisionSettings | None = None,
         shared_registries: tuple[CollectorRegistry, ...] = (),
         at_once: int = 1,
+        on_demand: OnDemand | None = None,
+        settings: Sequence[EngineSettings] = (),
     ) -> None:
         self.metrics = metrics or GatewayMetrics()
         supervision = supervision or SupervisionSettings()
@@ -451,13 +547,24 @@ class Fleet:
             for engine in engines
         }
         aliases = {alias: engine.name for engine in engines for alias in engine.aliases}
+        self._groups: dict[str, list[str]] = {}
+        for each in settings:
+            if each.group is not None:
+                self._groups.setdefault(each.group, []).append(each.name)
+        self._fallbacks = {each.name: each.fallback for each in settings if each.fallback}
         self._aliases = {alias: name for alias, name in aliases.items() if "*" not in alias}
         self._patterns = {alias: name for alias, name in aliases.items() if "*" in alias}
         self._loading: set[str] = set()  # names of adapters
         self._shared_registries = shared_registries
         self._watching: asyncio.Task[None] | None = None
+        self._coming: asyncio.Task[None] | None = None
         self._started = False
         self.lost = asyncio.Event()
+        self.on_demand = on_demand or OnDemand(OnDemandSettings(), supervision, {}, {})
+        self.on_demand.bind(self._supervisors, self.metrics.on_demand)
+        for name, supervisor in self._supervisors.items():
+            if name in self.on_demand:
+                supervisor.on_demand()
 
     @property
     def engines(self) -> tuple[Engine, ...]:
@@ -479,12 +586,13 @@ class Fleet:
         return [
             *self._supervisors,
             *self._aliases,
+            *self._groups,
             *(name for each in self.engines for name in each.adapters),
         ]
 
     def named(self, model: str) -> Engine | None:
-        """Return the engine whose name, alias or pattern fits `model`."""
-        supervisor = self._named(model)
+        """Return the engine whose name, alias or pattern fits `model`, or the first of this group."""
+        supervisor = self._named(self._groups.get(model, [model])[0])
         return supervisor.engine if supervisor is not None else None
 
     def _named(self, model: str) -> Supervisor | None:
@@ -500,20 +608,24 @@ class Fleet:
 
     @property
     def ready(self) -> bool:
-        """True if every engine has been started once and at least one is ready; others may be restarting."""
-        return self._started and EngineState.READY in self.states.values()
+        """True if every engine has been started once and at least one answers; others may be restarting."""
+        return self._started and any(self._answers(name) for name in self._supervisors)
 
     @property
     def whole(self) -> bool:
-        """True if every engine is ready."""
-        return all(state is EngineState.READY for state in self.states.values())
+        """True if every engine answers."""
+        return all(self._answers(name) for name in self._supervisors)
+
+    def _answers(self, name: str) -> bool:
+        state = self._supervisors[name].state
+        return state is EngineState.READY or (state in COMING and name in self.on_demand)
 
     def count_states(self) -> dict[str, int]:
         """Count the engines in each state, e.g. `{"ready": 2}`; states without engines are left out."""
         return dict(Counter(state.value for state in self.states.values()))
 
     async def start(self, report: FleetReport) -> None:
-        """Start every engine, `at_once` at a time in their order, then supervise them all.
+        """Start every engine but those on demand, `at_once` at a time in their order, then supervise them.
 
         Raises:
             StartError: an engine cannot run; those that have not started yet are not started.
@@ -522,6 +634,7 @@ class Fleet:
         starts = [
             asyncio.create_task(supervisor.begin(partial(report, name)))
             for name, supervisor in self._supervisors.items()
+            if name not in self.on_demand
         ]
         try:
             await asyncio.gather(*starts)
@@ -533,8 +646,11 @@ class Fleet:
                 start.cancel()
             await asyncio.gather(*starts, return_exceptions=True)
         self._started = True
-        for supervisor in self._supervisors.values():
-            supervisor.keep()
+        for name, supervisor in self._supervisors.items():
+            if name not in self.on_demand:
+                supervisor.keep()
+        if self.on_demand.any:
+            self._coming = asyncio.create_task(self.on_demand.run(), name="fleet-on-demand")
 
     async def _watch(self) -> None:
         while True:
@@ -546,6 +662,9 @@ class Fleet:
             await asyncio.sleep(POLL_S)
 
     def _tell(self, name: str, state: EngineState, why: str | None) -> None:
+        self.on_demand.changed(name)
+        if state in (EngineState.UNLOADED, EngineState.UNLOADING):  # why is known now
+            why = self._supervisors[name].why
         self.events.tell_all("engine.state", {"engine": name, "state": state.value, "why": why})
 
     def _one_lost(self) -> None:
@@ -567,24 +686,124 @@ class Fleet:
 
     async def stop(self) -> None:
         """End the supervision, then stop every engine."""
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.gather(self._watching, return_exceptions=True)
+        watches = [each for each in (self._watching, self._coming) if each is not None]
+        for watch in watches:
+            watch.cancel()
+        await asyncio.gather(*watches, return_exceptions=True)
         await asyncio.gather(*(supervisor.close() for supervisor in self._supervisors.values()))
         await asyncio.gather(*(engine.stop() for engine in self.engines))
 
-    def pick(self, model: object, *, pools: bool = False) -> Engine:
-        """Return the ready engine whose name, alias or pattern fits `model`, or that has this adapter.
+    def operate(self, name: str, act: Act, drain_s: float, busy: Callable[[], bool]) -> Supervisor:
+        """Begin an operator's act; an engine on demand is started in its turn, once there is room.
+
+        Raises:
+            ModelNotFound: no engine has that name.
+        """
+        supervisor = self.supervisor(name)
+        if name in self.on_demand:
+            if act is Act.STOP:
+                self.on_demand.forget(name)
+            elif supervisor.state in NO_PROCESS:
+                supervisor.on_demand()
+                self.on_demand.want(name)
+                return supervisor
+        supervisor.operate(act, drain_s, busy)
+        return supervisor
+
+    def choices(
+        self,
+        model: object,
+        *,
+        pools: bool = False,
+        load: Callable[[str], int] = lambda _name: 0,
+        maker: Maker | None = None,
+    ) -> list[Choice]:
+        """List the engines that may answer a request, in the order in which they are to be tried.
+
+        First the engine whose name, alias or pattern fits `model`, or that has this adapter, or those of this
+        group: of the handoff's weights, ready, the one that made it, with the fewest requests. Then their
+        fallbacks.
 
         Args:
             model: the request's `model`; None picks the only engine of its kind, or the default one.
             pools: whether the request is for an engine that pools; others are for one that generates.
+            load: counts the requests of an engine.
+            maker: made the handoff that the request continues; None: it continues none that is known.
+
+        Raises:
+            InvalidRequest: `model` is missing while several engines could answer, empty, or no string.
+            ModelNotFound: no engine has that name or alias.
+        """
+
+        def rank(name: str) -> tuple[object, ...]:
+            engine, state = self._supervisors[name].engine, self._supervisors[name].state
+            weights = engine.weights if engine.forwarding is None else None
+            apart = maker is not None and weights is not None and weights != maker.weights
+            down = 0 if state is EngineState.READY else 1 if state in COMING else 2
+            return apart, down, maker is None or maker.name != name, load(name)
+
+        model = self._require_name(model, pools=pools)
+        supervisor = None if model in self._groups else self._named(model)
+        if supervisor is None and model not in self._groups:
+            raise ModelNotFound.among(model, self.served)
+        first = model if supervisor is None else supervisor.engine.name
+        found = [self._supervisors[name] for name in dict.fromkeys(self._ways(first, rank))]
+        return [(each, model if each is supervisor else each.engine.name) for each in found]
+
+    def comes(self, choices: Sequence[Choice]) -> bool:
+        """Whether one of these engines may have to be loaded first."""
+        return any(
+            each.engine.name in self.on_demand and each.state is not EngineState.READY for each, _ in choices
+        )
+
+    def is_group(self, model: object) -> bool:
+        """Whether this word names a group of engines."""
+        return isinstance(model, str) and model in self._groups
+
+    def in_group(self, model: object, supervisor: Supervisor) -> bool:
+        """Whether an engine is of the group that a request asked for."""
+        return isinstance(model, str) and supervisor.engine.name in self._groups.get(model, ())
+
+    def _ways(self, name: str, rank: Callable[[str], tuple[Any, ...]]) -> Iterator[str]:
+        members = sorted(self._groups.get(name, (name,)), key=rank)
+        yield from members
+        for member in members:
+            for other in self._fallbacks.get(member, ()):
+                yield from self._ways(other, rank)
+
+    async def engage(self, choice: Choice, tenant: str, ticket: Ticket) -> Engine:
+        """Return an engine that is ready; one on demand is loaded, and stays until the ticket is given back.
+
+        Raises:
+            EngineUnavailable: the engine is not ready, or cannot be loaded in time.
+            EngineOverloaded: too many requests wait for it to be loaded.
+        """
+        supervisor, word = choice
+        name = supervisor.engine.name
+        if name in self.on_demand and not ticket.holds(name):
+            ticket.hold(name, await self.on_demand.use(name, tenant))
+        elif supervisor.engine.state is not EngineState.READY or (
+            supervisor.state is not EngineState.READY and not ticket.holds(name)
+        ):
+            raise supervisor.refusal()
+        engine, adapter = supervisor.engine, supervisor.engine.adapters.get(word)
+        return engine if adapter is None or engine.forwarding is not None else adapted(engine, adapter)
+
+    def pick(self, model: object, *, pools: bool = False) -> Engine:
+        """Return the ready engine that is the first to answer for `model`, for a look that needs no place.
 
         Raises:
             InvalidRequest: `model` is missing while several engines could answer, empty, or no string.
             ModelNotFound: no engine has that name or alias.
             EngineUnavailable: the engine is not ready.
         """
+        supervisor, word = self.choices(model, pools=pools)[0]
+        if supervisor.state is not EngineState.READY:
+            raise supervisor.refusal()
+        engine, adapter = supervisor.engine, supervisor.engine.adapters.get(word)
+        return engine if adapter is None or engine.forwarding is not None else adapted(engine, adapter)
+
+    def _require_name(self, model: object, *, pools: bool) -> str:
         if model is None:
             of_the_kind = [engine for engine in self.engines if engine.generates is not pools]
             default = [engine.name for engine in of_the_kind if engine.default]
@@ -592,13 +811,31 @@ class Fleet:
             model = names[0] if len(names) == 1 else None
         if not isinstance(model, str) or not model:
             raise InvalidRequest(f"'model' must name one of: {', '.join(self.served)}.", param="model")
-        supervisor = self._named(model)
-        if supervisor is None:
-            raise ModelNotFound.among(model, self.served)
-        if supervisor.state is not EngineState.READY:
-            raise supervisor.refusal()
-        engine, adapter = supervisor.engine, supervisor.engine.adapters.get(model)
-        return engine if adapter is None or engine.forwarding is not None else adapted(engine, adapter)
+        return model
+
+    def cards(self, *, pools: bool = True) -> list[Json]:
+        """List the models of all engines as `/v1/models` does, and the groups; of engines on demand say so.
+
+        Args:
+            pools: whether those that pool are listed too.
+        """
+        found = []
+        for name, supervisor in self._supervisors.items():
+            more: Json = {}
+            if name in self.on_demand:
+                more = {"start": "on_demand", "loaded": supervisor.state is EngineState.READY}
+            if pools or supervisor.engine.generates:
+                found += [card | more for card in supervisor.engine.cards()]
+        for group, members in self._groups.items():
+            cards = [card for name in members for card in found if card["id"] == name]
+            if cards:
+                can = [
+                    word
+                    for word in cards[0].get("capabilities", ())
+                    if all(word in card.get("capabilities", ()) for card in cards)
+                ]
+                found.append(cards[0] | {"id": group, "capabilities": can, "engines": members})
+        return found
 
     def _with_adapter(self, name: str) -> Supervisor | None:
         """Return the supervisor of the engine that has an adapter."""
@@ -658,7 +895,7 @@ class Fleet:
     def merged_metrics(self) -> MergedRegistry:
         """Return the gateway's series and every engine's as one registry."""
         for name, current in self.states.items():
-            self.metrics.engines.up.labels(name).set(current is EngineState.READY)
+            self.metrics.engines.up.labels(name).set(self._answers(name))
             for state in EngineState:
                 self.metrics.engines.state.labels(name, state.value).set(state is current)
         registries = (self.metrics.registry, *self._shared_registries)

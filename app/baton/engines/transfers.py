@@ -252,6 +252,12 @@ class TransferWatch:
         self._throughput.latent_computed(steps, seconds)
 
     @property
+    def saving(self) -> bool:
+        """True if a request that somebody holds saves KV, whose end was not reported yet."""
+        reports = [request.report for request in self._requests.values() if request.save is not None]
+        return any(report.saves and not report.save_over.is_set() for report in reports)
+
+    @property
     def longest_latent_s(self) -> float:
         """Seconds that one engine step may take now because of latent steps: all of a prompt may be in it."""
         most = max((request.latent_steps for request in self._requests.values()), default=0)

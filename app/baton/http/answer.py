@@ -5,24 +5,42 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import ChainMap
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from copy import deepcopy
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from baton.admission.tenants import Ticket
+from baton.engines.adapters import base_of
 from baton.engines.backend import Operation, Reply, StreamReply
 from baton.engines.engine import Engine
-from baton.errors import BatonError
+from baton.engines.fleet import Choice, Maker
+from baton.errors import (
+    BatonError,
+    ClientError,
+    EngineOverloaded,
+    EngineUnavailable,
+    RemoteBusy,
+    RemoteFailed,
+)
 from baton.http.body.fields import ARGUMENTS, check_field_limits, strip_arguments, strip_steering
 from baton.http.body.json import is_small
 from baton.http.body.schemas import TOOLS, require_moderate
 from baton.http.elsewhere_body import prepare_forwarded
-from baton.http.request import Gateway, gateway_of, in_a_thread, off_the_loop, read_json, state_of
+from baton.http.request import (
+    Gateway,
+    context_of,
+    gateway_of,
+    in_a_thread,
+    off_the_loop,
+    read_json,
+    state_of,
+)
 from baton.http.request_images import take_images
-from baton.http.sse import ClientWatch, EventStream, event_stream
+from baton.http.sse import ClientWatch, EventStream, event_stream, later_events
 from baton.relay.asked import HEADER, OPERATIONS, apply_header
 from baton.relay.door import complete_with_images
 
@@ -34,6 +52,9 @@ MEDIA = re.compile(rb"image|audio|video|file|prompt_embeds|source|\\u")
 """Found in every body that holds media, or the address of some: the names, or an escape that may hide one."""
 SMALL_SCHEMAS = 8 * 1024
 """Largest body, in bytes, whose schemas are measured on the event loop; larger ones go to a thread."""
+FALLBACK_HEADER = "X-Baton-Fallback"
+"""Header of an answer that another engine gave than the one that was asked for: its name."""
+Done = TypeVar("Done")
 Finish = Callable[[Reply], Awaitable[Reply]]
 """Works on an engine's reply before the client gets it, for one route."""
 
@@ -48,6 +69,38 @@ async def answer(request: Request, operation: Operation) -> Response:
     raw = await request.body()
     media = not is_small(raw) or MEDIA.search(raw) is not None
     return await operate(request, operation, body, media=media)
+
+
+async def engage(request: Request, model: object, *, pools: bool = False, falls_back: bool = False) -> Engine:
+    """Return the engine that `model` names; one on demand is loaded first, and stays until the request ends.
+
+    Args:
+        falls_back: whether one of its fallbacks will do, which a header of the answer must then tell.
+
+    Raises:
+        BatonError: there is none, or it is not ready in time.
+    """
+    state, gateway, lost = state_of(request.scope), gateway_of(request), None
+    choices = gateway.fleet.choices(model, pools=pools, load=gateway.admission.requests)
+    for choice in choices:
+        if lost is not None and not (falls_back or gateway.fleet.in_group(model, choice[0])):
+            break
+        try:
+            engine = await gateway.fleet.engage(choice, state.context.tenant, state.ticket)
+        except (EngineUnavailable, EngineOverloaded) as error:
+            lost = lost or error
+            continue
+        if lost is not None and not gateway.fleet.in_group(model, choice[0]):
+            state.context.answer_headers[FALLBACK_HEADER] = engine.name
+            _count_fallback(gateway, choices[0], engine, lost)
+        return engine
+    assert lost is not None
+    raise lost
+
+
+def _count_fallback(gateway: Gateway, asked: Choice, engine: Engine, lost: BatonError) -> None:
+    fallbacks = gateway.metrics.on_demand.fallbacks
+    fallbacks.labels(asked[0].engine.name, engine.base, lost.reason).inc()
 
 
 async def take_place(request: Request, engine: Engine) -> Ticket:
@@ -92,11 +145,83 @@ async def operate(
     """Answer a request that was admitted and whose body has been read; see `_respond`."""
     gateway = gateway_of(request)
     await check(request, body)
-    engine = gateway.fleet.pick(body.get("model"), pools=operation.pools)
-    state_of(request.scope).model = engine.name
-    media = media or bool(engine.images.texts)  # whose placeholders no text may hold
-    work = _respond(request, gateway, engine, operation, body, finish, media=media)
+    load, maker = gateway.admission.requests, None
+    choices = gateway.fleet.choices(body.get("model"), pools=operation.pools, load=load)
+    if len(choices) > 1 and (maker := await _maker(request, gateway, body)) is not None:
+        choices = gateway.fleet.choices(body.get("model"), pools=operation.pools, load=load, maker=maker)
+    work = _tried(request, gateway, choices, operation, body, finish, media=media)
+    if body.get("stream") is True and gateway.fleet.comes(choices):
+        work = _kept_alive(gateway, work)
     return await unless_gone(request, work)
+
+
+async def _maker(request: Request, gateway: Gateway, body: dict[str, Any]) -> Maker | None:
+    """Find the engine that made the handoff which a request continues; of several the first one's."""
+    options = body.get("handoff")
+    named = options.get("from") if isinstance(options, dict) else request.headers.get(HEADER)
+    named = named[0] if isinstance(named, list) and named else named
+    if not isinstance(named, str):
+        return None
+    try:
+        record = await gateway.library.get(named.strip(), context_of(request).tenant)
+    except BatonError:  # which the request is told when it is answered
+        return None
+    return Maker(record.model, base_of(record.weights))
+
+
+async def _tried(
+    request: Request,
+    gateway: Gateway,
+    choices: Sequence[Choice],
+    operation: Operation,
+    body: dict[str, Any],
+    finish: Finish | None,
+    *,
+    media: bool,
+) -> Response:
+    """Answer at the first engine that can, before its first token; the others are tried in their order."""
+    state, asked = state_of(request.scope), body.get("model")
+    headers, lost = state.context.answer_headers, None
+    for number, choice in enumerate(choices, 1):
+        supervisor, word = choice
+        left = body if number == len(choices) else await off_the_loop(request, partial(deepcopy, body))
+        if lost is not None and not gateway.fleet.in_group(asked, supervisor):
+            left["model"], headers[FALLBACK_HEADER] = word, supervisor.engine.name
+        try:
+            engine = await gateway.fleet.engage(choice, state.context.tenant, state.ticket)
+            state.model = engine.name
+            held = media or bool(engine.images.texts)  # whose placeholders no text may hold
+            response = await _respond(request, gateway, engine, operation, left, finish, media=held)
+        except (EngineUnavailable, EngineOverloaded, RemoteFailed, RemoteBusy) as error:
+            lost = lost or error
+            state.model = supervisor.engine.name
+            state.ticket.let_go()
+            headers.pop(FALLBACK_HEADER, None)
+        except ClientError:
+            if lost is None:
+                raise
+            break  # the fallback's own reason would mislead: the client asked another model
+        else:
+            if lost is not None and FALLBACK_HEADER in headers:
+                _count_fallback(gateway, choices[0], engine, lost)
+            return response
+    assert lost is not None
+    raise lost
+
+
+async def _kept_alive(gateway: Gateway, work: Coroutine[Any, Any, Response]) -> Response:
+    """Answer a stream whose engine is being loaded; it begins with comments where that takes a while."""
+    seconds = gateway.settings.edge.keep_alive_s
+    answering = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({answering}, timeout=seconds or None)
+        if answering.done():
+            return answering.result()
+    except BaseException:
+        answering.cancel()
+        await asyncio.gather(answering, return_exceptions=True)
+        raise
+    return await event_stream(later_events(answering), gateway.metrics, {}, keep_alive_s=seconds, begun=True)
 
 
 async def ask(request: Request, engine: Engine, operation: Operation, body: dict[str, Any]) -> Response:
@@ -131,7 +256,7 @@ async def _respond(
     context = state.context
     asked = body.get("model")
     context.model = asked or engine.name
-    if asked not in gateway.fleet.served:  # none, or one that only a pattern fits
+    if asked not in gateway.fleet.served or gateway.fleet.is_group(asked):  # none, or one that a pattern fits
         body["model"] = engine.name
     if operation.generates:
         context.cuts_max_tokens = gateway.settings.limits.cut_max_tokens
@@ -197,7 +322,7 @@ async def _response(request: Request, gateway: Gateway, reply: Reply, finish: Fi
     return await event_stream(reply.events, gateway.metrics, headers, keep_alive_s=seconds)
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
+async def unless_gone(request: Request, work: Coroutine[Any, Any, Done]) -> Done:
     """Do the work, and cancel it when the client disconnects. The body must have been read before.
 
     A stream of events goes on watching.

@@ -18,9 +18,9 @@ from starlette.requests import Request
 from baton.engines.backend import Json, Operation
 from baton.engines.engine import Engine
 from baton.errors import BatonError, GenerationFailed, InvalidRequest, OperationUnsupported
-from baton.http.answer import ask
+from baton.http.answer import ask, engage
 from baton.http.error_body import error_body
-from baton.http.request import Gateway, in_a_thread
+from baton.http.request import Gateway, in_a_thread, state_of
 from baton.pooling.plugin import Description
 
 FIELD = "follow_up"
@@ -80,7 +80,8 @@ def take_follow_up(gateway: Gateway, body: Json) -> FollowUp | None:
     if not isinstance(given, dict):
         raise InvalidRequest(f"'{FIELD}' must be an object: the body of a chat request.", param=FIELD)
     _require_chat(given)
-    engine = gateway.fleet.pick(given["model"])
+    choices = gateway.fleet.choices(given["model"])
+    engine = choices[0][0].engine if gateway.fleet.comes(choices) else gateway.fleet.pick(given["model"])
     if engine.forwarding is None and engine.plugin is not None:
         raise OperationUnsupported(
             f"'{FIELD}.model' must name a chat model: '{engine.name}' belongs to the plugin "
@@ -112,12 +113,15 @@ async def ask_follow_up(request: Request, follow_up: FollowUp, description: Desc
 
     A chat that fails does not fail the request: its error comes back beside the plugin's result.
     """
-    takes_images = follow_up.engine.images.limit > 0
-    body = await in_a_thread(
-        request, partial(with_description, follow_up.body, description, takes_images=takes_images)
-    )
     try:
-        response = await ask(request, follow_up.engine, Operation.CHAT, body)
+        # The plugin's engine may have to make room for the chat's.
+        state_of(request.scope).ticket.let_go()
+        engine = await engage(request, follow_up.body["model"])
+        takes_images = engine.images.limit > 0
+        body = await in_a_thread(
+            request, partial(with_description, follow_up.body, description, takes_images=takes_images)
+        )
+        response = await ask(request, engine, Operation.CHAT, body)
     except BatonError as error:
         return FollowUpAnswer(error_body(error, request.scope), {})
     try:

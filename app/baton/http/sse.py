@@ -25,6 +25,7 @@ async def event_stream(
     headers: Mapping[str, str],
     *,
     keep_alive_s: float,
+    begun: bool = False,
 ) -> EventStream:
     """Wait for the first event, so that a failure before it is answered with its own status; then stream.
 
@@ -33,19 +34,33 @@ async def event_stream(
     Args:
         events: the events; they are closed if no response begins.
         keep_alive_s: seconds of silence before each comment; 0: no comments.
+        begun: whether the seconds before the first comment are over already.
 
     Raises:
         BatonError: the engine failed before the first event.
     """
     first = asyncio.ensure_future(_first_of(events))
     try:
-        await asyncio.wait({first}, timeout=keep_alive_s or None)
+        await asyncio.wait({first}, timeout=0 if begun else keep_alive_s or None)
         if first.done():
             first.result()
     except BaseException:
         await _end(first, events)
         raise
     return EventStream(first, events, metrics, headers=headers, keep_alive_s=keep_alive_s)
+
+
+async def later_events(answering: asyncio.Future[Response]) -> AsyncIterator[str]:
+    """Yield the events of a response that is still being made; it is no longer made where they are closed."""
+    try:
+        response = await answering
+        if not isinstance(response, EventStream):
+            raise GenerationFailed()
+        async for event in response.events():
+            yield event
+    finally:
+        answering.cancel()
+        await asyncio.gather(answering, return_exceptions=True)
 
 
 async def _first_of(events: AsyncIterator[str]) -> str:
@@ -130,6 +145,15 @@ class EventStream(Response):
         self.media_type = "text/event-stream"
         self.background = None
         self.init_headers(HEADERS | dict(headers))
+
+    async def events(self) -> AsyncIterator[str]:
+        """Yield the events for another response, in the place of this one."""
+        try:
+            yield await self._first
+            async for event in self._rest:
+                yield event
+        finally:
+            await _end(self._first, self._rest)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watch = self.watch or ClientWatch(receive)

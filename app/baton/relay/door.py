@@ -185,11 +185,13 @@ class Relay:
         options: NewHandoff,
         images: Sequence[ClientImage],
         take_place: TakePlace,
+        keep: Callable[[asyncio.Task[Json]], None],
     ) -> tuple[Handoff, Json]:
         """Compute a context and save it, without an answer: `POST /v1/handoffs`.
 
         Args:
             take_place: called once what the context continues is ready.
+            keep: keeps the engine from being unloaded until work that outlives the request is done.
 
         Returns:
             The handoff, which may be pending after `handoffs.wait_s`, and the object that shows it.
@@ -199,6 +201,7 @@ class Relay:
         """
         if options.adds_nothing and len(options.sources) > 1:
             target, work, at_once = await self.ahead.begin(engine, context, options)
+            keep(work)
             return target, await self._shown(target, work, self.settings.handoffs.wait_s if at_once else 0)
         records = await self.sources.all(
             options.sources, engine, context.tenant, "from", translates=translates(options.translate, engine)

@@ -412,6 +412,7 @@ class GatewayMetrics(RequestMetrics):
         super().__init__(registry)
         self.registry = registry
         self.engines = FleetMetrics(registry)
+        self.on_demand = OnDemandMetrics(registry)
         self.admission = AdmissionMetrics(registry)
         self.bodies = Gauge(
             "baton_bodies_bytes",
@@ -479,7 +480,12 @@ class FleetMetrics:
     """The series of the engines' states, starts and restarts."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.up = Gauge("baton_engine_up", "1 while the engine answers.", ("engine",), registry=registry)
+        self.up = Gauge(
+            "baton_engine_up",
+            "1 while the engine answers, or would be loaded for a request.",
+            ("engine",),
+            registry=registry,
+        )
         self.state = Gauge(
             "baton_engine_state",
             "1 for the state the engine is in, 0 for the others.",
@@ -508,6 +514,59 @@ class FleetMetrics:
             "baton_operator_acts_total",
             "Starts, stops and restarts of an engine that operators asked for.",
             ("engine", "act"),
+            registry=registry,
+        )
+
+
+class OnDemandMetrics:
+    """The series of engines that come and go, and of requests that went elsewhere.
+
+    Those of memory are there once an engine is on demand.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.loads = Counter(
+            "baton_engine_loads_total",
+            "Starts of engines on demand that ended: `ready`, `failed`.",
+            ("engine", "outcome"),
+            registry=registry,
+        )
+        self.unloads = Counter(
+            "baton_engine_unloads_total",
+            "Engines on demand that were unloaded: `idle`, for another's `room`, or because engines took "
+            "more than the `budget`.",
+            ("engine", "reason"),
+            registry=registry,
+        )
+        self.wait = Histogram(
+            "baton_engine_load_wait_seconds",
+            "Seconds that requests waited for their engine to be loaded, of those that got it.",
+            ("engine",),
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self.waiting = Gauge(
+            "baton_engine_load_waiting",
+            "Requests that wait for their engine to be loaded.",
+            ("engine",),
+            registry=registry,
+        )
+        self.budget = Gauge(
+            "baton_memory_budget_bytes",
+            "Bytes that all engines may take together: of `memory`, or of each GPU.",
+            ("place",),
+            registry=registry,
+        )
+        self.memory = Gauge(
+            "baton_memory_budget_held_bytes",
+            "Bytes of the budget that the engine holds.",
+            ("engine",),
+            registry=registry,
+        )
+        self.fallbacks = Counter(
+            "baton_fallbacks_total",
+            "Requests that another engine answered by `engines.fallback`, by the reason.",
+            ("engine", "to", "reason"),
             registry=registry,
         )
 

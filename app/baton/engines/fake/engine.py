@@ -96,6 +96,7 @@ class FakeEngine:
         transfers: transfers that requests with handoffs asked for so far, and those chosen for others.
         active: number of requests it works on now.
         memory_bytes: see `LocalEngine.memory_bytes`.
+        saving: see `LocalEngine.saving`.
         aborted: number of requests that were cancelled.
         deaths: number of calls of `die`, after which earlier requests get no further tokens.
         forgets: number of calls of `forget_prefixes`.
@@ -127,6 +128,7 @@ class FakeEngine:
     transfers: list[TransferRequest] = field(default_factory=list)
     active: int = 0
     memory_bytes: int | None = None
+    saving: bool = False
     aborted: int = 0
     starts: int = 0
     deaths: int = 0

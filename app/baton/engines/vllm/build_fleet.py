@@ -20,6 +20,7 @@ from baton.engines.adapters import Adapter, AdapterInvalid, KeptAdapters, read_a
 from baton.engines.engine import Engine
 from baton.engines.fleet import Fleet
 from baton.engines.hardware import read_processor
+from baton.engines.on_demand import on_demand_of
 from baton.engines.process.fork_server import ForkServer
 from baton.engines.vllm.arguments import processor_dtype
 from baton.engines.vllm.engine import VllmEngine
@@ -85,6 +86,8 @@ def build_fleet(
         supervision=settings.supervision,
         shared_registries=(REGISTRY,),
         at_once=_starts_at_once(settings, models) if server is not None else 1,
+        on_demand=on_demand_of(settings, shares, lambda each: _bytes_of(each, models[each.name])),
+        settings=settings.engines,
     )
     for each in engines:
         each.returns = fleet.supervisor(each.name).returns

@@ -235,6 +235,7 @@ class VllmEngine:
         self.context_tokens = 0
         self.moves_unsupported: str | None = NO_HANDOFFS
         self._cards: list[Json] = []
+        self._made_at = int(time.time())
         self._log = structlog.get_logger("baton.engine").bind(engine=settings.name)
         self._translator = ReplyTranslator(self._log)
         self._log.info("parsers_chosen", **self._parsers.cards())
@@ -295,9 +296,24 @@ class VllmEngine:
         return self._running
 
     def cards(self) -> list[Json]:
-        base = next((card for card in self._cards if card["id"] == self.name), {})
+        cards = self._cards or (self._expected_cards() if self._settings.start == "on_demand" else [])
+        base = next((card for card in cards if card["id"] == self.name), {})
         adapted = ({"id": name, "root": name, "parent": self.name} for name in self.adapters if base)
-        return [*self._cards, *(base | card for card in adapted)]
+        return [*cards, *(base | card for card in adapted)]
+
+    def _expected_cards(self) -> list[Json]:
+        """List the models of an engine on demand that was never loaded, as far as the settings tell."""
+        able = {"generate": self.generates, "pooling": not self.generates, "handoffs": self.supports_handoffs}
+        card = {
+            "object": "model",
+            "created": self._made_at,
+            "owned_by": "vllm",
+            "root": self._args.model,
+            "parent": None,
+            "max_model_len": self._settings.args.get("max_model_len"),
+            "capabilities": [word for word, can in able.items() if can],
+        }
+        return [{"id": name} | card | self._parsers.cards() for name in self._settings.names]
 
     async def load_adapter(self, adapter: Adapter) -> None:
         held = self._require_running().adapters
@@ -473,6 +489,10 @@ class VllmEngine:
     @property
     def active(self) -> int:
         return self._running.client.get_num_unfinished_requests() if self._running is not None else 0
+
+    @property
+    def saving(self) -> bool:
+        return self._watch.saving
 
     @property
     def memory_bytes(self) -> int | None:

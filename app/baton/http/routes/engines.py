@@ -80,7 +80,7 @@ def _operate(request: Request, name: str, act: Act) -> dict[str, Any]:
     def busy() -> bool:
         return any(gateway.admission.at(name)) or bool(supervisor.engine.active)
 
-    supervisor.operate(act, gateway.settings.drain_timeout_s, busy)
+    gateway.fleet.operate(name, act, gateway.settings.drain_timeout_s, busy)
     return _row(gateway, supervisor)
 
 
@@ -107,7 +107,7 @@ def _row(gateway: Gateway, supervisor: Supervisor) -> Json:
         "memory_bytes": engine.memory_bytes,
         "started_at": supervisor.started_at,
         "restarts": supervisor.restarts,
-    }
+    } | gateway.fleet.on_demand.row(engine.name)
 
 
 def _can(engine: Engine) -> Iterator[str]:

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Query, Request, Response
 
 from baton.engines.backend import Elsewhere, EngineState, Json, Operation
 from baton.engines.engine import LocalEngine
-from baton.http.answer import check, take_place, unless_gone
+from baton.http.answer import check, engage, take_place, unless_gone
 from baton.http.elsewhere_body import prepare_forwarded
 from baton.http.request import Gateway, context_of, gateway_of, in_a_thread, read_json, state_of
 from baton.http.request_images import take_images
@@ -41,7 +41,7 @@ async def create_handoff(request: Request) -> Response:
     await check(request, body)
     options = parse_options(NewHandoff, body)
     require_steps_behind_text(options)
-    engine = gateway.fleet.pick(options.model)
+    engine = await unless_gone(request, engage(request, options.model))
     require_handoffs(engine)
     if engine.forwarding is not None:
         state_of(request.scope).model = engine.name
@@ -80,7 +80,8 @@ async def _create(
     images: Sequence[ClientImage],
 ) -> Response:
     context, place = context_of(request), partial(take_place, request, engine)
-    target, shown = await gateway.relay.create(engine, body, context, options, images, place)
+    keep = state_of(request.scope).ticket.lend
+    target, shown = await gateway.relay.create(engine, body, context, options, images, place, keep)
     ready = target.state is HandoffState.READY
     headers = {"Location": location_of(gateway, target.id), ID_HEADER: target.id}
     return Response(json.dumps(shown), 201 if ready else 202, headers, "application/json")

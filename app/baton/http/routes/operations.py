@@ -133,10 +133,10 @@ async def list_models(
     With the header `anthropic-version` the answer has Anthropic's shape, and only the models that generate;
     the parameters are of that shape.
     """
-    engines = gateway_of(request).fleet.engines
+    fleet = gateway_of(request).fleet
     if not _of_anthropic(request):
-        return {"object": "list", "data": [card for engine in engines for card in engine.cards()]}
-    cards = [_as_anthropic(card) for engine in engines if engine.generates for card in engine.cards()]
+        return {"object": "list", "data": fleet.cards()}
+    cards = [_as_anthropic(card) for card in fleet.cards(pools=False)]
     ids = [card["id"] for card in cards]
     for name, given in (("after_id", after_id), ("before_id", before_id)):
         if given is not None and given not in ids:
@@ -156,7 +156,7 @@ async def list_models(
 async def retrieve_model(request: Request, model: str) -> dict[str, Any]:
     """Show one served model, also by a name that only a pattern of an engine's aliases fits."""
     fleet = gateway_of(request).fleet
-    cards = {card["id"]: card for engine in fleet.engines for card in engine.cards()}
+    cards = {card["id"]: card for card in fleet.cards()}
     engine = fleet.named(model)
     card = cards.get(model) or cards.get(engine.name if engine is not None else "")
     if card is None:

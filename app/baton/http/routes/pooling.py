@@ -21,7 +21,7 @@ from baton.admission.fair_threads import in_own_thread
 from baton.engines.backend import Json, Operation
 from baton.engines.engine import Engine
 from baton.errors import InvalidRequest, NotAcceptable, OperationUnsupported, PluginFailed
-from baton.http.answer import operate, strip, unless_gone
+from baton.http.answer import FALLBACK_HEADER, engage, operate, strip, unless_gone
 from baton.http.follow_up import FIELD, FollowUp, ask_follow_up, refuse_old_name, take_follow_up
 from baton.http.request import (
     UPLOAD_TYPES,
@@ -113,7 +113,10 @@ async def create_pooling(request: Request) -> Response:
     if media_type_of(request) in UPLOAD_TYPES:
         return await _upload(request)
     body = await read_json(request, gateway.settings.limits, instead=JSON_OR_FILE)
-    engine = gateway.fleet.pick(body.get("model"), pools=True)
+    falling = engage(request, body.get("model"), pools=True, falls_back=True)
+    engine = await unless_gone(request, falling)
+    if FALLBACK_HEADER in context_of(request).answer_headers:
+        body["model"] = engine.name
     runner = gateway.pooling.runner(engine)
     if runner is None:
         if engine.forwarding is None:
@@ -128,8 +131,16 @@ async def create_pooling(request: Request) -> Response:
     if (follow_up := take_follow_up(gateway, body)) is not None:
         if chosen(wanted, [JSON]) is None:
             raise _not_acceptable([JSON])
-        return await unless_gone(request, _with_follow_up(request, runner, body, follow_up))
-    return await unless_gone(request, _answered(gateway, runner, body, context_of(request), wanted))
+        work = _with_follow_up(request, runner, body, follow_up)
+        return _told(request, await unless_gone(request, work))
+    work = _answered(gateway, runner, body, context_of(request), wanted)
+    return _told(request, await unless_gone(request, work))
+
+
+def _told(request: Request, response: Response) -> Response:
+    """Add the headers that the way of the request brought to a plugin's answer."""
+    response.headers.update(context_of(request).answer_headers)
+    return response
 
 
 def _refuse_plugin_body(engine: Engine, body: Json) -> None:
@@ -166,7 +177,7 @@ def _require_priority(value: object) -> None:
 
 async def _upload(request: Request) -> Response:
     gateway = gateway_of(request)
-    engine = gateway.fleet.pick(request.query_params.get("model"), pools=True)
+    engine = await engage(request, request.query_params.get("model"), pools=True, falls_back=True)
     state_of(request.scope).model = engine.name
     runner = gateway.pooling.runner(engine)
     if runner is None:
@@ -181,7 +192,8 @@ async def _upload(request: Request) -> Response:
             await spool.fill(request.stream())
         wanted = wanted_types(request.headers)
         work = Upload(spool.path, media_type_of(request), query, names_of(wanted))
-        return await unless_gone(request, _answered(gateway, runner, work, context_of(request), wanted))
+        answer = _answered(gateway, runner, work, context_of(request), wanted)
+        return _told(request, await unless_gone(request, answer))
     finally:
         await spool.close()
 
