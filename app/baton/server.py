@@ -19,6 +19,7 @@ from baton import __version__
 from baton.admission.api_keys import Keyring, keyring_for
 from baton.admission.body_budget import BodyBudget, BodyRooms
 from baton.admission.tenants import Admission
+from baton.admission.usage import Usage, open_usage
 from baton.config.settings import Settings
 from baton.engines.fleet import Fleet, FleetReport
 from baton.errors import SettingsError
@@ -55,6 +56,7 @@ from baton.responses.store import ResponseStore
 from baton.telemetry.events import Events
 from baton.telemetry.ids import LOCAL_TENANT, NO_TENANT
 from baton.telemetry.lag import watch_lag
+from baton.telemetry.logs import AuditLog
 from baton.telemetry.memory import MemoryReader, MemoryWatch
 from baton.telemetry.metrics import GatewayMetrics
 from baton_kv.folders import make_folder
@@ -135,11 +137,12 @@ def create_app(
     reader = memory_reader or MemoryReader()
     memory = MemoryWatch(reader, int(settings.admission.memory_reserve), fleet.metrics.memory)
     keyring = keyring_for(settings)
-    gateway = _build_gateway(settings, fleet)
+    gateway = _build_gateway(settings, fleet, keyring)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with (
+            gateway.usage.running(),
             _services(gateway, memory, metrics_listener),
             _running(app, fleet, report),
             gateway.relay.running(),
@@ -170,11 +173,12 @@ def create_app(
     return app
 
 
-def _build_gateway(settings: Settings, fleet: Fleet) -> Gateway:
+def _build_gateway(settings: Settings, fleet: Fleet, keyring: Keyring | None) -> Gateway:
     """Create the services that the routes use."""
     metrics = fleet.metrics
     library = handoffs_of(settings, metrics, fleet.events)
-    admission = Admission(settings.admission, fleet.names, metrics.admission)
+    share = keyring.share if keyring is not None else None
+    admission = Admission(settings.admission, fleet.names, metrics.admission, share=share)
     bodies = body_threads(metrics.queues, settings.admission.wait_s)
     return Gateway(
         settings,
@@ -201,6 +205,12 @@ def _build_gateway(settings: Settings, fleet: Fleet) -> Gateway:
         ),
         bodies,
         TrialCompiler(settings.limits, metrics.queues),
+        Usage(
+            open_usage(settings.usage_file) if settings.usage.keep_days else None,
+            metrics.usage,
+            keep_days=settings.usage.keep_days,
+        ),
+        AuditLog(settings.auth.audit_file, metrics.usage.unaudited.inc),
     )
 
 
@@ -239,7 +249,12 @@ def _add_middleware(
     app.add_middleware(DrainMiddleware, drain=gateway.drain)
     unidentified = LOCAL_TENANT if keyring is None else NO_TENANT
     app.add_middleware(
-        RequestContextMiddleware, metrics=gateway.metrics, routes=app.routes, unidentified=unidentified
+        RequestContextMiddleware,
+        metrics=gateway.metrics,
+        usage=gateway.usage,
+        audit=gateway.audit,
+        routes=app.routes,
+        unidentified=unidentified,
     )
     if settings.root_path:
         app.add_middleware(RootPathMiddleware, root=settings.root_path)

@@ -16,11 +16,20 @@ from baton.admission.tenants import Ticket
 from baton.engines.backend import Operation, Reply, StreamReply
 from baton.engines.engine import Engine
 from baton.errors import BatonError
-from baton.http.body.fields import ARGUMENTS, check_field_limits, strip_arguments, strip_steering
+from baton.http.body.fields import ARGUMENTS, check_field_limits, order_of, strip_arguments, strip_steering
 from baton.http.body.json import is_small
 from baton.http.body.schemas import TOOLS, require_moderate
 from baton.http.elsewhere_body import prepare_forwarded
-from baton.http.request import Gateway, gateway_of, in_a_thread, off_the_loop, read_json, state_of
+from baton.http.request import (
+    Gateway,
+    counted_for,
+    gateway_of,
+    in_a_thread,
+    off_the_loop,
+    pick,
+    read_json,
+    state_of,
+)
 from baton.http.request_images import take_images
 from baton.http.sse import ClientWatch, EventStream, event_stream
 from baton.relay.asked import HEADER, OPERATIONS, apply_header
@@ -57,7 +66,8 @@ async def take_place(request: Request, engine: Engine) -> Ticket:
         EngineOverloaded: too many requests wait already, or the wait took too long.
     """
     state = state_of(request.scope)
-    await gateway_of(request).admission.enter(state.ticket, state.context.tenant, engine.base)
+    admission = gateway_of(request).admission
+    await admission.enter(state.ticket, state.context.tenant, engine.base, state.order)
     return state.ticket
 
 
@@ -76,7 +86,12 @@ async def check(request: Request, body: dict[str, Any]) -> None:
 
 
 def strip(request: Request, body: dict[str, Any]) -> None:
-    """Drop the fields that would steer an engine, and count them."""
+    """Drop the fields that would steer an engine, and count them; one of them orders the tenant's requests.
+
+    Raises:
+        InvalidRequest: `priority` is no whole number.
+    """
+    state_of(request.scope).order = order_of(body)
     for field in strip_steering(body):
         gateway_of(request).metrics.stripped.labels(field).inc()
 
@@ -92,8 +107,7 @@ async def operate(
     """Answer a request that was admitted and whose body has been read; see `_respond`."""
     gateway = gateway_of(request)
     await check(request, body)
-    engine = gateway.fleet.pick(body.get("model"), pools=operation.pools)
-    state_of(request.scope).model = engine.name
+    engine = pick(request, body.get("model"), pools=operation.pools)
     media = media or bool(engine.images.texts)  # whose placeholders no text may hold
     work = _respond(request, gateway, engine, operation, body, finish, media=media)
     return await unless_gone(request, work)
@@ -107,7 +121,8 @@ async def ask(request: Request, engine: Engine, operation: Operation, body: dict
     """
     gateway = gateway_of(request)
     await check(request, body)
-    return await _respond(request, gateway, engine, operation, body)
+    with counted_for(request, engine):
+        return await _respond(request, gateway, engine, operation, body)
 
 
 async def _respond(
@@ -131,8 +146,10 @@ async def _respond(
     context = state.context
     asked = body.get("model")
     context.model = asked or engine.name
-    if asked not in gateway.fleet.served:  # none, or one that only a pattern fits
-        body["model"] = engine.name
+    if (
+        engine.forwarding is None or asked not in gateway.fleet.served
+    ):  # none, or one that only a pattern fits
+        body["model"] = engine.name  # vLLM knows the names that the engine had at its start
     if operation.generates:
         context.cuts_max_tokens = gateway.settings.limits.cut_max_tokens
         await _require_moderate(request, gateway, engine, operation, body)

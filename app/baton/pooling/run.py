@@ -10,7 +10,7 @@ from typing import Any
 
 import structlog
 
-from baton.admission.fair_queue import QueueLimits, watched_queue
+from baton.admission.fair_queue import USUAL, Order, QueueLimits, watched_queue
 from baton.config.groups import PoolingSettings
 from baton.engines.backend import Json
 from baton.engines.engine import Engine, LocalEngine, Plugin
@@ -109,10 +109,10 @@ class Runner:
                 raise PluginTimeout(f"The file had not arrived after {limit:g} seconds.") from None
 
     @contextlib.asynccontextmanager
-    async def _admitted(self, tenant: str) -> AsyncIterator[None]:
+    async def _admitted(self, tenant: str, order: Order) -> AsyncIterator[None]:
         """Hold a place among the running requests; a request is parsed only once it has one."""
         self._processor.require_threads()
-        async with self._places.place(tenant):
+        async with self._places.place(tenant, order=order):
             running = self._metrics.running.labels(self._engine.name)
             running.inc()
             try:
@@ -121,12 +121,19 @@ class Runner:
                 running.dec()
 
     async def run(
-        self, work: Json | Upload, context: RequestContext, *, priority: int = 0, describe: bool = False
+        self,
+        work: Json | Upload,
+        context: RequestContext,
+        *,
+        order: Order = USUAL,
+        priority: int = 0,
+        describe: bool = False,
     ) -> PluginAnswer:
         """Run one request up to its answer.
 
         Args:
             work: the body of a JSON request, or an uploaded file.
+            order: of the request among its tenant's own.
             priority: of its prompts in the engine; lower is sooner.
             describe: whether `PluginAnswer.describe` will be called.
 
@@ -138,7 +145,7 @@ class Runner:
         processor = self._processor.of(context.tenant)
         outcome, limit = "failed", self._settings.time_limit_s
         try:
-            async with self._admitted(context.tenant):
+            async with self._admitted(context.tenant, order):
                 deadline = asyncio.get_running_loop().time() + limit
                 async with asyncio.timeout_at(deadline):
                     output = await self._run(processor, work, context, priority, describe=describe)

@@ -432,6 +432,7 @@ class GatewayMetrics(RequestMetrics):
             registry=registry,
         )
         self.tenants = TenantMetrics(registry)
+        self.usage = UsageMetrics(registry)
         self.handoffs = HandoffMetrics(registry)
         self.audits = AuditMetrics(registry)
         self.shared_store = SharedStoreMetrics(registry)
@@ -473,6 +474,29 @@ class TenantMetrics:
         if prompt_tokens or generated_tokens:
             self._tokens.labels(tenant, "prompt").inc(prompt_tokens)
             self._tokens.labels(tenant, "generated").inc(generated_tokens)
+
+
+class UsageMetrics:
+    """The series of what is done with usage and settings."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.unwritten = Gauge(
+            "baton_usage_unwritten",
+            "Rows of usage that are counted and not in the file yet; it stays up while the file cannot be "
+            "written.",
+            registry=registry,
+        )
+        self.reloads = Counter(
+            "baton_settings_reloads_total",
+            "Times that the settings were read again, by what came of it.",
+            ("outcome",),
+            registry=registry,
+        )
+        self.unaudited = Counter(
+            "baton_audit_lines_lost_total",
+            "Lines that could not be written to the audit log.",
+            registry=registry,
+        )
 
 
 class FleetMetrics:

@@ -13,7 +13,7 @@ from baton.engines.backend import Elsewhere, EngineState, Json, Operation
 from baton.engines.engine import LocalEngine
 from baton.http.answer import check, take_place, unless_gone
 from baton.http.elsewhere_body import prepare_forwarded
-from baton.http.request import Gateway, context_of, gateway_of, in_a_thread, read_json, state_of
+from baton.http.request import Gateway, context_of, gateway_of, in_a_thread, pick, read_json
 from baton.http.request_images import take_images
 from baton.images.image import ClientImage
 from baton.library.handoff import Handoff, HandoffState
@@ -41,13 +41,11 @@ async def create_handoff(request: Request) -> Response:
     await check(request, body)
     options = parse_options(NewHandoff, body)
     require_steps_behind_text(options)
-    engine = gateway.fleet.pick(options.model)
+    engine = pick(request, options.model)
     require_handoffs(engine)
     if engine.forwarding is not None:
-        state_of(request.scope).model = engine.name
         return await unless_gone(request, _forward(request, engine, options, body))
     require_latent(engine, options.latent_steps, gateway.settings.handoffs.latent_steps_max)
-    state_of(request.scope).model = engine.name
     shape = Operation.CHAT if options.messages is not None else Operation.COMPLETIONS
     images = await take_images(request, engine, shape, body)
     return await unless_gone(request, _create(request, gateway, engine, options, body, images))
