@@ -9,6 +9,7 @@ import json
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -140,13 +141,15 @@ def serve(
     if latent and not handoff:
         raise SettingsError("baton serve: --latent needs --handoff")
     flags = config if config is not None and config.suffix in YAML else None
-    settings = load_settings(None if flags else config, **overrides)
+    reread: Callable[[], Settings] = partial(load_settings, None if flags else config, **overrides)
+    settings = reread()
     if model or flags:
         options = {"handoff": bool(handoff), "latent": bool(latent)}
         own = [flag for parameter in context.command.params for flag in parameter.opts]
-        settings = _with_engine(
+        reread = _with_engine(
             settings, None if flags else config, flags, model or [], own, options, overrides
         )
+        settings = reread()
     elif handoff is not None or latent is not None:
         raise SettingsError(
             "baton serve: --handoff and --latent belong to a MODEL on the command line; "
@@ -154,7 +157,7 @@ def serve(
         )
     from baton.serve import serve as run  # FastAPI and uvicorn, which the other commands do not need
 
-    run(settings)
+    run(settings, reread)
 
 
 def _with_engine(
@@ -165,8 +168,10 @@ def _with_engine(
     own: list[str],
     options: dict[str, bool],
     overrides: dict[str, Any],
-) -> Settings:
-    """Return the settings with the one engine that the command line describes, read by vLLM's own parser.
+) -> Callable[[], Settings]:
+    """Return what reads the settings with the one engine that the command line describes.
+
+    The command line is read once, by vLLM's own parser.
 
     Args:
         file: a YAML file of vLLM's flags; None: there is none.
@@ -184,10 +189,14 @@ def _with_engine(
     from baton.engines.vllm.flags import read_command_line, told_by_flag  # seconds of vLLM
 
     line = read_command_line(arguments, file=file, own=own, **options)
-    try:
-        return load_settings(config, **(line.gateway | overrides), engines=(line.engine,))
-    except SettingsError as error:
-        raise SettingsError(told_by_flag(error.message, line.flags)) from None
+
+    def reread() -> Settings:
+        try:
+            return load_settings(config, **(line.gateway | overrides), engines=(line.engine,))
+        except SettingsError as error:
+            raise SettingsError(told_by_flag(error.message, line.flags)) from None
+
+    return reread
 
 
 @app.command()

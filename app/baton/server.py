@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 import sqlite3
-from collections.abc import AsyncIterator, Collection, Coroutine
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ from baton.library.library import Library
 from baton.library.tiers import Here, Tier, nowhere
 from baton.pooling.run import Pooling
 from baton.relay.door import open_relay
+from baton.reload import Reloads
 from baton.responses.service import StoredResponses, response_threads
 from baton.responses.store import ResponseStore
 from baton.telemetry.events import Events
@@ -124,6 +125,7 @@ def create_app(
     metrics_listener: socket.socket | None = None,
     report: FleetReport = lambda _name, _phase: None,
     memory_reader: MemoryReader | None = None,
+    reread: Callable[[], Settings] | None = None,
 ) -> FastAPI:
     """Return the gateway's app. Its lifespan starts the engines in the background and stops them at the end.
 
@@ -133,6 +135,7 @@ def create_app(
             tenants reach that port.
         report: called with each engine's name and the phase that its start is in.
         memory_reader: reads how much memory is available; None: from Linux.
+        reread: reads the settings again, as they were read at the start; None: they stay as they are.
     """
     reader = memory_reader or MemoryReader()
     memory = MemoryWatch(reader, int(settings.admission.memory_reserve), fleet.metrics.memory)
@@ -169,7 +172,16 @@ def create_app(
     openapi.install(app, settings.root_path)
     app.add_exception_handler(HTTPException, http_exception)
     app.add_exception_handler(RequestValidationError, invalid_parameters)
-    _add_middleware(app, gateway, keyring, memory, reader.available(), files)
+    available = reader.available()
+    rooms = BodyRooms.of(settings, available=available, one_tenant=keyring is None)
+    held = gateway.metrics.bodies
+    bodies = BodyBudget(rooms.memory, held.labels("memory"), short=lambda: memory.short)
+    uploads = BodyBudget(rooms.disk, held.labels("disk"))
+    _add_middleware(app, gateway, keyring, memory, bodies, uploads, files)
+    if reread is not None:
+        gateway.reload = Reloads(
+            gateway, keyring, reread, bodies=bodies, uploads=uploads, memory=memory, available=available
+        )
     return app
 
 
@@ -219,19 +231,14 @@ def _add_middleware(
     gateway: Gateway,
     keyring: Keyring | None,
     memory: MemoryWatch,
-    available: int | None,
+    bodies: BodyBudget,
+    uploads: BodyBudget,
     files: Collection[str],
 ) -> None:
     """Add the middleware. The last one added is the outermost, so the order is that of a response."""
-    settings, held = gateway.settings, gateway.metrics.bodies
-    rooms = BodyRooms.of(settings, available=available, one_tenant=keyring is None)
+    settings = gateway.settings
     app.add_middleware(MemoryShortageMiddleware, memory=memory)
-    app.add_middleware(
-        BodyLimitMiddleware,
-        bodies=BodyBudget(rooms.memory, held.labels("memory"), short=lambda: memory.short),
-        uploads=BodyBudget(rooms.disk, held.labels("disk")),
-        edge=settings.edge,
-    )
+    app.add_middleware(BodyLimitMiddleware, bodies=bodies, uploads=uploads, edge=settings.edge)
     app.add_middleware(
         AuthMiddleware,
         keyring=keyring,

@@ -39,7 +39,7 @@ class TokenBucket:
         self._per_second = rate / 60
         self._burst = burst
         self._clock = clock
-        self._tokens = burst if used is None else min(burst, used._tokens)
+        self._tokens: float = burst if used is None else min(burst, used._tokens)
         self._at = clock()
 
     def take(self) -> float:

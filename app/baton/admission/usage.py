@@ -313,7 +313,7 @@ class Usage:
 
     def _used(self, key: str, begins: str) -> int:
         """Add up a key's tokens of the days that begin with a text."""
-        both = (self._known.get(key, {}), self._fresh.get(key, {}))
+        both = (self._known.get(key, Counter()), self._fresh.get(key, Counter()))
         return sum(tokens for each in both for day, tokens in each.items() if day.startswith(begins))
 
     async def rows(self, asked: Asked) -> list[dict[str, Any]]:

@@ -17,7 +17,8 @@ from typing import Any
 import structlog
 from prometheus_client import CollectorRegistry
 
-from baton.config.groups import SupervisionSettings
+from baton.config.groups import EngineSettings, SupervisionSettings
+from baton.config.settings import Settings
 from baton.engines.adapters import Adapter
 from baton.engines.backend import EngineState
 from baton.engines.engine import Engine, LocalEngine, adapted
@@ -112,6 +113,7 @@ class Supervisor:
         self._act: Act | None = None
         self._working: asyncio.Task[None] | None = None
         self._past: set[asyncio.Task[None]] = set()
+        self._next: Engine | None = None
         self._tokens: deque[tuple[float, float]] = deque(maxlen=SAMPLES)
         self._tell, self._lost = tell, lost
         self._log = structlog.get_logger("baton.fleet").bind(engine=engine.name)
@@ -247,8 +249,34 @@ class Supervisor:
         """
         nothing_to_do = {Act.START: (*RUNNING, EngineState.STARTING), Act.STOP: (EngineState.STOPPED,)}
         under_way = self._working is not None and not self._working.done()
-        if self.state in nothing_to_do.get(act, ()) or (under_way and self._act is act):
-            return
+        idle = self.state in nothing_to_do.get(act, ()) or (under_way and self._act is act)
+        if not idle or self._next is not None:
+            self._begin(act, drain_s, busy)
+
+    def launch(self) -> asyncio.Task[None]:
+        """Start an engine that was added, and supervise it; returns the task, which never fails."""
+        return self._begin(Act.START, 0, lambda: False)
+
+    def retire(self, drain_s: float, busy: Callable[[], bool]) -> asyncio.Task[None]:
+        """Stop an engine that was removed; returns the task, which never fails."""
+        self._next = None
+        return self._begin(Act.STOP, drain_s, busy)
+
+    @property
+    def latest(self) -> Engine:
+        """The engine, or the one that takes its place once its requests have ended."""
+        return self._next or self.engine
+
+    def replace(self, engine: Engine, drain_s: float, busy: Callable[[], bool]) -> None:
+        """Put another engine in the place of this one, once its requests have ended.
+
+        One that an operator stopped stays stopped. Arguments as for `operate`.
+        """
+        self._next = engine
+        stopped = self._operated in (EngineState.STOPPING, EngineState.STOPPED) and self._act is Act.STOP
+        self._begin(Act.STOP if stopped else Act.RESTART, drain_s, busy)
+
+    def _begin(self, act: Act, drain_s: float, busy: Callable[[], bool]) -> asyncio.Task[None]:
         if self._working is not None:
             self._working.cancel()
             self._past.add(self._working)
@@ -257,16 +285,20 @@ class Supervisor:
         self._working = asyncio.create_task(
             self._operate(act, drain_s, busy), name=f"{act}-{self.engine.name}", context=Context()
         )
+        return self._working
 
     async def _operate(self, act: Act, drain_s: float, busy: Callable[[], bool]) -> None:
         past = set(self._past)  # without this act, which another one may put there
         await _ended(past)
         self._past -= past
         try:
-            if act is not Act.START:
+            if act is not Act.START or self._next is not None:
                 self._now(EngineState.STOPPING)
                 await self._drained(drain_s, busy)
                 await self._stop()
+                if self._next is not None:
+                    self.engine, self._next = self._next, None
+                    self._tokens.clear()
                 self._now(EngineState.STOPPED)
             if act is Act.STOP:
                 return
@@ -406,6 +438,8 @@ async def _ended(work: Collection[asyncio.Future[Any]]) -> None:
         raise cancelled
 
 
+Build = Callable[[Settings, Collection[str]], list[Engine]]
+"""Builds engines of other settings, by name, without starting them; it blocks. Raises `OperatorError`."""
 FleetReport = Callable[[str, str], None]
 """Called with an engine's name and the phase its start is in; the last phase is `UP`."""
 UP = "ready"
@@ -419,6 +453,8 @@ class Fleet:
         supervision: when an engine counts as hung, and how often it is restarted.
         shared_registries: registries of metrics that belong to no single engine.
         at_once: how many engines may start at the same time.
+        build: builds further engines; None: the fleet stays as it is.
+        settle: called with the supervisors of all engines when these have changed.
 
     Attributes:
         metrics: the gateway's metrics.
@@ -434,30 +470,91 @@ class Fleet:
         supervision: SupervisionSettings | None = None,
         shared_registries: tuple[CollectorRegistry, ...] = (),
         at_once: int = 1,
+        build: Build | None = None,
+        settle: Callable[[Sequence[Supervisor]], None] = lambda _supervisors: None,
     ) -> None:
         self.metrics = metrics or GatewayMetrics()
-        supervision = supervision or SupervisionSettings()
-        turn = asyncio.Semaphore(at_once)
+        self.build, self._settle = build, settle
+        self._supervision = supervision or SupervisionSettings()
+        self._turn = asyncio.Semaphore(at_once)
         self.events = Events(self.metrics.events)
-        self._supervisors = {
-            engine.name: Supervisor(
-                engine,
-                supervision,
-                turn,
-                self.metrics,
-                tell=partial(self._tell, engine.name),
-                lost=self._one_lost,
-            )
-            for engine in engines
-        }
-        aliases = {alias: engine.name for engine in engines for alias in engine.aliases}
-        self._aliases = {alias: name for alias, name in aliases.items() if "*" not in alias}
-        self._patterns = {alias: name for alias, name in aliases.items() if "*" in alias}
+        self._supervisors = {engine.name: self._supervised(engine) for engine in engines}
+        self._leaving: dict[str, tuple[Supervisor, asyncio.Task[None]]] = {}
+        self._take_names()
         self._loading: set[str] = set()  # names of adapters
         self._shared_registries = shared_registries
         self._watching: asyncio.Task[None] | None = None
         self._started = False
         self.lost = asyncio.Event()
+
+    def _supervised(self, engine: Engine) -> Supervisor:
+        return Supervisor(
+            engine,
+            self._supervision,
+            self._turn,
+            self.metrics,
+            tell=partial(self._tell, engine.name),
+            lost=self._one_lost,
+        )
+
+    def _take_names(self) -> None:
+        engines = [supervisor.latest for supervisor in self._supervisors.values()]
+        aliases = {alias: engine.name for engine in engines for alias in engine.aliases}
+        self._aliases = {alias: name for alias, name in aliases.items() if "*" not in alias}
+        self._patterns = {alias: name for alias, name in aliases.items() if "*" in alias}
+        self._settle([*self._supervisors.values()])
+
+    def change(
+        self,
+        settings: Sequence[EngineSettings],
+        built: Sequence[Engine],
+        drain_s: float,
+        busy: Callable[[Supervisor], bool],
+        gone: Callable[[str], None],
+    ) -> None:
+        """Have these engines from now on; those whose settings are the same notice nothing.
+
+        What is removed or replaced takes no further requests, and ends once those that run have ended.
+
+        Args:
+            settings: of all engines, in their order.
+            built: those that are new, and those that take another one's place.
+            drain_s: seconds that running requests get.
+            busy: returns whether there are requests for an engine that have not ended.
+            gone: called with the name of an engine that was removed, once it has ended.
+        """
+        before, self._supervisors = self._supervisors, {}
+        new = {engine.name: engine for engine in built}
+        for each in settings:
+            known = before.pop(each.name, None)
+            supervisor = known or self._supervised(new[each.name])
+            self._supervisors[each.name] = supervisor
+            if known is None:
+                self._launch(each.name, supervisor)
+            elif each.name in new:
+                known.replace(new[each.name], drain_s, partial(busy, known))
+            for engine in {id(one): one for one in (supervisor.engine, supervisor.latest)}.values():
+                engine.rename(each.aliases, default=each.default)
+        for name, supervisor in before.items():
+            ended = supervisor.retire(drain_s, partial(busy, supervisor))
+            left = asyncio.create_task(self._left(name, ended, gone), name=f"remove-{name}")
+            self._leaving[name] = supervisor, left
+        self._take_names()
+
+    def _launch(self, name: str, supervisor: Supervisor) -> None:
+        """Start an engine that was added, after one of its name that has not ended yet."""
+        if name in self._leaving:
+            self._leaving[name][1].add_done_callback(lambda _: self._launch(name, supervisor))
+        elif self._supervisors.get(name) is supervisor:  # it was not removed meanwhile
+            supervisor.launch()
+
+    async def _left(self, name: str, ended: asyncio.Task[None], gone: Callable[[str], None]) -> None:
+        """Forget an engine that was removed, once it has ended."""
+        await asyncio.wait([ended])
+        del self._leaving[name]
+        if name not in self._supervisors:
+            self.metrics.engines.forget(name)
+            gone(name)
 
     @property
     def engines(self) -> tuple[Engine, ...]:
@@ -467,6 +564,12 @@ class Fleet:
     def here(self) -> tuple[LocalEngine, ...]:
         """The engines that run here."""
         return tuple(engine for engine in self.engines if engine.forwarding is None)
+
+    @property
+    def latest_here(self) -> list[LocalEngine]:
+        """The engines that run here, or will once they have taken another one's place."""
+        latest = (supervisor.latest for supervisor in self._supervisors.values())
+        return [engine for engine in latest if engine.forwarding is None]
 
     @property
     def names(self) -> list[str]:
@@ -538,7 +641,7 @@ class Fleet:
 
     async def _watch(self) -> None:
         while True:
-            for name, supervisor in self._supervisors.items():
+            for name, supervisor in list(self._supervisors.items()):
                 try:
                     supervisor.look()
                 except Exception as error:  # the border of a background task, which goes on
@@ -570,8 +673,10 @@ class Fleet:
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
-        await asyncio.gather(*(supervisor.close() for supervisor in self._supervisors.values()))
-        await asyncio.gather(*(engine.stop() for engine in self.engines))
+        supervisors = [*self._supervisors.values(), *(each for each, _ in self._leaving.values())]
+        await asyncio.gather(*(supervisor.close() for supervisor in supervisors))
+        await asyncio.gather(*(left for _, left in self._leaving.values()))
+        await asyncio.gather(*(supervisor.engine.stop() for supervisor in supervisors))
 
     def pick(self, model: object, *, pools: bool = False) -> Engine:
         """Return the ready engine whose name, alias or pattern fits `model`, or that has this adapter.

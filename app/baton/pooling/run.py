@@ -56,6 +56,11 @@ class Pooling:
             )
         return known
 
+    def remove(self, name: str) -> None:
+        """Close the runner of an engine that was removed, if it has one."""
+        if (runner := self._runners.pop(name, None)) is not None:
+            runner.close()
+
     def close(self) -> None:
         for runner in self._runners.values():
             runner.close()

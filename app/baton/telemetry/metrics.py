@@ -535,6 +535,11 @@ class FleetMetrics:
             registry=registry,
         )
 
+    def forget(self, engine: str) -> None:
+        """Show an engine no longer that was removed; what was counted stays."""
+        for gauge in (self.up, self.state, self.stalled, self.start):
+            gauge.remove_by_labels({"engine": engine})
+
 
 class EventMetrics:
     """The series of `/v1/events`."""

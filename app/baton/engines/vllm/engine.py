@@ -294,10 +294,16 @@ class VllmEngine:
             raise EngineUnavailable()
         return self._running
 
+    def rename(self, aliases: tuple[str, ...], *, default: bool) -> None:
+        self.aliases, self.default = aliases, default
+
     def cards(self) -> list[Json]:
-        base = next((card for card in self._cards if card["id"] == self.name), {})
-        adapted = ({"id": name, "root": name, "parent": self.name} for name in self.adapters if base)
-        return [*self._cards, *(base | card for card in adapted)]
+        base = next((card for card in self._cards if card["id"] == self.name), None)
+        if base is None:
+            return []
+        aliases = ({"id": name} for name in self.aliases if "*" not in name)
+        adapted = ({"id": name, "root": name, "parent": self.name} for name in self.adapters)
+        return [base, *(base | card for card in (*aliases, *adapted))]
 
     async def load_adapter(self, adapter: Adapter) -> None:
         held = self._require_running().adapters

@@ -91,7 +91,8 @@ async def reload_settings(request: Request) -> dict[str, Any]:
     """Read the settings and the keys again; an operator's key is needed.
 
     Only what changed is touched, and only what can be while the gateway runs: the answer lists it, and what
-    needs a restart. Settings with an error change nothing. Engines that are new or changed start in the background: `GET /v1/events` tells how that goes.
+    needs a restart. Settings with an error change nothing. Engines that are new or changed start in the
+    background: `GET /v1/events` tells how that goes.
     """
     require_operator(request, "settings.reload")
     gateway = gateway_of(request)
