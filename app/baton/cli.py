@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import getpass
 import json
 import sys
+import time
+from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -16,12 +21,14 @@ from typer.core import TyperCommand
 
 from baton import __version__
 from baton.admission import api_keys
+from baton.admission.usage import open_usage
 from baton.config.settings import Settings, load_settings, read_flags
 from baton.config.vllm_environment import apply_environment
 from baton.engines.vllm_version import check_vllm, is_cpu_build
 from baton.errors import OperatorError, SettingsError
 from baton.models.catalog import EMBEDDED
 from baton.models.store import ModelStore
+from baton.telemetry.logs import AuditLog
 from baton.telemetry.progress import PhaseProgress
 
 try:
@@ -35,7 +42,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-keys_app = typer.Typer(help="API keys: create, list, revoke.", no_args_is_help=True)
+keys_app = typer.Typer(
+    help="API keys: create, list, rotate, revoke, and what is left of their budgets.", no_args_is_help=True
+)
 models_app = typer.Typer(help="The embedded models: list, prepare.")
 app.add_typer(keys_app, name="keys")
 app.add_typer(models_app, name="models")
@@ -132,13 +141,15 @@ def serve(
     if latent and not handoff:
         raise SettingsError("baton serve: --latent needs --handoff")
     flags = config if config is not None and config.suffix in YAML else None
-    settings = load_settings(None if flags else config, **overrides)
+    reread: Callable[[], Settings] = partial(load_settings, None if flags else config, **overrides)
+    settings = reread()
     if model or flags:
         options = {"handoff": bool(handoff), "latent": bool(latent)}
         own = [flag for parameter in context.command.params for flag in parameter.opts]
-        settings = _with_engine(
+        reread = _with_engine(
             settings, None if flags else config, flags, model or [], own, options, overrides
         )
+        settings = reread()
     elif handoff is not None or latent is not None:
         raise SettingsError(
             "baton serve: --handoff and --latent belong to a MODEL on the command line; "
@@ -146,7 +157,7 @@ def serve(
         )
     from baton.serve import serve as run  # FastAPI and uvicorn, which the other commands do not need
 
-    run(settings)
+    run(settings, reread)
 
 
 def _with_engine(
@@ -157,8 +168,10 @@ def _with_engine(
     own: list[str],
     options: dict[str, bool],
     overrides: dict[str, Any],
-) -> Settings:
-    """Return the settings with the one engine that the command line describes, read by vLLM's own parser.
+) -> Callable[[], Settings]:
+    """Return what reads the settings with the one engine that the command line describes.
+
+    The command line is read once, by vLLM's own parser.
 
     Args:
         file: a YAML file of vLLM's flags; None: there is none.
@@ -176,10 +189,14 @@ def _with_engine(
     from baton.engines.vllm.flags import read_command_line, told_by_flag  # seconds of vLLM
 
     line = read_command_line(arguments, file=file, own=own, **options)
-    try:
-        return load_settings(config, **(line.gateway | overrides), engines=(line.engine,))
-    except SettingsError as error:
-        raise SettingsError(told_by_flag(error.message, line.flags)) from None
+
+    def reread() -> Settings:
+        try:
+            return load_settings(config, **(line.gateway | overrides), engines=(line.engine,))
+        except SettingsError as error:
+            raise SettingsError(told_by_flag(error.message, line.flags)) from None
+
+    return reread
 
 
 @app.command()
@@ -245,18 +262,54 @@ def plugins(
     Console().print(table)
 
 
+KeyId = Annotated[str, typer.Argument(help="The id from `baton keys list`.")]
+Day = Annotated[
+    int | None, typer.Option(help="Tokens, of prompts and answers, that it may use a day (of UTC).")
+]
+Month = Annotated[int | None, typer.Option(help="Tokens that it may use a month (of UTC).")]
+
+
 @keys_app.command("create")
 def create_key(
     tenant: Annotated[str, typer.Argument(help="The tenant that the key belongs to.")],
     config: ConfigOption = None,
     operator: Annotated[
         bool,
-        typer.Option("--operator", help="Let it also start and stop engines, and load LoRA adapters."),
+        typer.Option(
+            "--operator",
+            help="Let it also start and stop engines, load LoRA adapters, reload settings, see all usage.",
+        ),
     ] = False,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A model that it may use, by name, alias or pattern (`small-*`); may be given several "
+            "times. Without it: all."
+        ),
+    ] = None,
+    expires: Annotated[
+        str | None, typer.Option(help="When it ends: `30d`, `12h`, or a day such as `2030-01-31`.")
+    ] = None,
+    day_tokens: Day = None,
+    month_tokens: Month = None,
+    share: Annotated[
+        int, typer.Option(help="Weight of its tenant where tenants wait for an engine, 1 to 100.")
+    ] = 1,
 ) -> None:
     """Create a key for a tenant and print it. Only its digest is stored: keep the key now."""
-    file = load_settings(config).keys_file
-    key = api_keys.create_key(file, tenant, operator=operator)
+    settings = load_settings(config)
+    file = settings.keys_file
+    key = api_keys.create_key(
+        file,
+        tenant,
+        operator=operator,
+        models=tuple(model or ()),
+        expires_at=api_keys.time_of(expires) if expires is not None else None,
+        day_tokens=day_tokens,
+        month_tokens=month_tokens,
+        share=share,
+    )
+    _audit_key(settings, "key.create", api_keys.read_keys(file)[-1])
     print(
         f"Added to {file}; a gateway with keys accepts it within a second, another from its next start.",
         file=sys.stderr,
@@ -264,24 +317,78 @@ def create_key(
     print(key)
 
 
+def _audit_key(settings: Settings, act: str, key: api_keys.StoredKey) -> None:
+    """Add what was done to a key to the audit log."""
+    audit = AuditLog(settings.auth.audit_file)
+    audit.write(act, what=key.id, outcome="done", tenant=key.tenant, user=getpass.getuser())
+
+
 @keys_app.command("list")
 def list_keys(config: ConfigOption = None) -> None:
-    """List the keys: id, tenant, day of creation, and which are operators'."""
-    table = Table("id", "tenant", "created", "operator")
+    """List the keys: id, tenant, day of creation, which are operators', and what they may."""
+    table = Table("id", "tenant", "created", "operator", "models", "expires", "share")
     for key in api_keys.read_keys(load_settings(config).keys_file):
-        day = datetime.datetime.fromtimestamp(key.created_at, datetime.UTC).date()
-        table.add_row(key.id, key.tenant, day.isoformat(), "yes" if key.operator else "")
+        operator = "yes" if key.operator else ""
+        models = ", ".join(key.models) or "all"
+        expires = "" if key.expires_at is None else _when(key.expires_at).strftime("%Y-%m-%d %H:%M UTC")
+        created = _when(key.created_at).date().isoformat()
+        table.add_row(key.id, key.tenant, created, operator, models, expires, str(key.share))
     Console().print(table)
 
 
-@keys_app.command("revoke")
-def revoke_key(
-    key_id: Annotated[str, typer.Argument(help="The id from `baton keys list`.")],
+def _when(at: int) -> datetime.datetime:
+    return datetime.datetime.fromtimestamp(at, datetime.UTC)
+
+
+@keys_app.command("budgets")
+def show_budgets(config: ConfigOption = None) -> None:
+    """Show the keys that have budgets, and what is used of them today and this month."""
+    settings = load_settings(config)
+    now = datetime.datetime.now(datetime.UTC)
+    spent: dict[str, Counter[str]] = {}
+    if settings.usage_file.exists():
+        with contextlib.closing(open_usage(settings.usage_file)) as file:
+            spent = dict(file.spent(now.strftime("%Y-%m")))
+    table = Table("id", "tenant", "today", "of", "this month", "of")
+    keys = {
+        key.id: key for key in api_keys.read_keys(settings.keys_file)
+    }  # of one that was rotated, the last
+    for key in (key for key in keys.values() if key.day_tokens or key.month_tokens):
+        days = spent.get(key.id, Counter())
+        limits = (str(limit or "no limit") for limit in (key.day_tokens, key.month_tokens))
+        day, month = limits
+        table.add_row(key.id, key.tenant, str(days[now.date().isoformat()]), day, str(days.total()), month)
+    Console().print(table)
+
+
+@keys_app.command("rotate")
+def rotate_key(
+    key_id: KeyId,
     config: ConfigOption = None,
+    keep: Annotated[
+        str | None,
+        typer.Option(
+            help="How long the former secret opens too, such as `1h` or `7d`. Without it: not at all."
+        ),
+    ] = None,
 ) -> None:
+    """Give a key another secret and print it. Its id stays, and so do its usage and its budgets."""
+    settings = load_settings(config)
+    now = int(time.time())
+    keep_s = api_keys.time_of(keep, lambda: now) - now if keep is not None else 0
+    secret, key = api_keys.rotate_key(settings.keys_file, key_id, keep_s=keep_s)
+    _audit_key(settings, "key.rotate", key)
+    until = "is refused within a second" if keep is None else f"opens for {keep} more"
+    print(f"Rotated {key_id}: the former secret {until}.", file=sys.stderr)
+    print(secret)
+
+
+@keys_app.command("revoke")
+def revoke_key(key_id: KeyId, config: ConfigOption = None) -> None:
     """Revoke a key."""
-    file = load_settings(config).keys_file
-    api_keys.revoke_key(file, key_id)
+    settings = load_settings(config)
+    file = settings.keys_file
+    _audit_key(settings, "key.revoke", api_keys.revoke_key(file, key_id))
     print(f"Revoked {key_id}; a running gateway refuses it within a second.")
     if not api_keys.read_keys(file):
         print(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import structlog
 from prometheus_client import REGISTRY
@@ -14,19 +15,24 @@ from baton.config.groups import EngineSettings
 from baton.config.settings import Settings
 from baton.config.vllm_environment import (
     apply_environment,
+    cpu_threads,
     environment_conflicts,
     openmp_environment,
     runs_eager,
 )
 from baton.engines.elsewhere.engine import build_remote_engines
+from baton.engines.engine import Engine
 from baton.engines.fleet import Fleet
 from baton.engines.process.fork_server import ForkServer
 from baton.engines.process.orphan_reaper import MARK, OrphanReaper
 from baton.engines.vllm_version import check_vllm, is_cpu_build
-from baton.errors import StartError
+from baton.errors import SettingsError, StartError
 from baton.models.catalog import EMBEDDED
 from baton.models.store import ModelStore
 from baton.telemetry.progress import PhaseProgress
+
+if TYPE_CHECKING:
+    from baton.engines.vllm.build_fleet import EngineBuilder
 
 FORKED_MODULES = (
     "vllm.v1.engine.async_llm",
@@ -95,6 +101,7 @@ def prepare_fleet(
             remote,
             supervision=settings.supervision,
             shared_registries=(REGISTRY,),
+            build=partial(_rebuilt_elsewhere, tenants=tenants),
             settings=settings.engines,
         )
     offline = not any(_may_need_hub(engine) for engine in settings.own_engines)
@@ -122,7 +129,71 @@ def prepare_fleet(
     if server is not None and not server.usable():
         log.warning("engines_are_spawned", reason=server.unusable)
         server = None
-    return build_fleet(settings, models, tenants=tenants, last_words=last_words, remote=remote, server=server)
+    return build_fleet(
+        settings,
+        models,
+        tenants=tenants,
+        last_words=last_words,
+        remote=remote,
+        server=server,
+        rebuild=partial(
+            _rebuilt, tenants=tenants, offline=offline, compiles=compiles, threads=cpu_threads(settings)
+        ),
+    )
+
+
+def _rebuilt_elsewhere(settings: Settings, names: Collection[str], *, tenants: bool) -> list[Engine]:
+    """Build further engines of a gateway all of whose engines are servers elsewhere.
+
+    Raises:
+        SettingsError: one runs here, or is invalid.
+    """
+    if own := [engine.name for engine in settings.own_engines]:
+        raise SettingsError(
+            f"engines '{own[0]}': it runs here, which no engine of this gateway did at its start: restart "
+            "the gateway"
+        )
+    return [*build_remote_engines(settings, tenants=tenants, names=names)]
+
+
+def _rebuilt(
+    builder: EngineBuilder,
+    settings: Settings,
+    names: Collection[str],
+    *,
+    tenants: bool,
+    offline: bool,
+    compiles: bool,
+    threads: str,
+) -> list[Engine]:
+    """Build engines of settings that were read again, without starting them.
+
+    Args:
+        names: of the engines that are built.
+        offline: whether no hub is asked by this process; this and what follows stays until it ends.
+        compiles: whether engines may compile.
+        threads: the cores that engines are bound to.
+
+    Raises:
+        OperatorError: one is invalid, or needs what this process was started without.
+    """
+    chosen = [engine for engine in settings.own_engines if engine.name in names]
+    for engine in chosen:
+        for wrong, why in (
+            (offline and _may_need_hub(engine), "a hub may have to be asked for its model"),
+            (not compiles and not engine.args.get("enforce_eager", True), "it compiles its model"),
+            (is_cpu_build() and cpu_threads(settings) != threads, "it needs other cores"),
+        ):
+            if wrong:
+                raise SettingsError(
+                    f"engines '{engine.name}': {why}, which this gateway was started without: restart the "
+                    "gateway"
+                )
+        _check_chat_template(engine)
+    store = ModelStore(settings.models_folder)
+    models = {engine.name: store.resolve(engine.model, lambda _phase: None) for engine in chosen}
+    remote = build_remote_engines(settings, tenants=tenants, names=names)
+    return [*builder.build(settings, chosen, models), *remote]
 
 
 def _fork_server(settings: Settings, opened: ExitStack | None) -> ForkServer | None:

@@ -9,7 +9,7 @@ import signal
 import socket
 import stat
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -32,8 +32,11 @@ from baton.telemetry.progress import PhaseProgress
 BACKLOG = 2048
 
 
-def serve(settings: Settings) -> None:
+def serve(settings: Settings, reread: Callable[[], Settings] | None = None) -> None:
     """Run the gateway until it gets a signal to stop.
+
+    Args:
+        reread: reads the settings again, as they were read; None: they stay as they are.
 
     Raises:
         SettingsError: a setting cannot work.
@@ -67,6 +70,7 @@ def serve(settings: Settings) -> None:
                 metrics_listener,
                 progress,
                 certificate,
+                reread,
                 keyed=keyring is not None,
             )
 
@@ -165,6 +169,7 @@ def _run(
     metrics_listener: socket.socket | None,
     progress: PhaseProgress,
     certificate: Certificate | None,
+    reread: Callable[[], Settings] | None,
     *,
     keyed: bool,
 ) -> None:
@@ -185,6 +190,7 @@ def _run(
         fleet,
         metrics_listener=metrics_listener,
         report=report,
+        reread=reread,
     )
     server = GatewayServer(app, settings, ready, certificate)
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:

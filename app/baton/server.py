@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 import sqlite3
-from collections.abc import AsyncIterator, Collection, Coroutine
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from baton import __version__
 from baton.admission.api_keys import Keyring, keyring_for
 from baton.admission.body_budget import BodyBudget, BodyRooms
 from baton.admission.tenants import Admission
+from baton.admission.usage import Usage, open_usage
 from baton.config.settings import Settings
 from baton.engines.fleet import Fleet, FleetReport
 from baton.errors import SettingsError
@@ -50,11 +51,13 @@ from baton.library.library import Library
 from baton.library.tiers import Here, Tier, nowhere
 from baton.pooling.run import Pooling
 from baton.relay.door import open_relay
+from baton.reload import Reloads
 from baton.responses.service import StoredResponses, response_threads
 from baton.responses.store import ResponseStore
 from baton.telemetry.events import Events
 from baton.telemetry.ids import LOCAL_TENANT, NO_TENANT
 from baton.telemetry.lag import watch_lag
+from baton.telemetry.logs import AuditLog
 from baton.telemetry.memory import MemoryReader, MemoryWatch
 from baton.telemetry.metrics import GatewayMetrics
 from baton_kv.folders import make_folder
@@ -122,6 +125,7 @@ def create_app(
     metrics_listener: socket.socket | None = None,
     report: FleetReport = lambda _name, _phase: None,
     memory_reader: MemoryReader | None = None,
+    reread: Callable[[], Settings] | None = None,
 ) -> FastAPI:
     """Return the gateway's app. Its lifespan starts the engines in the background and stops them at the end.
 
@@ -131,15 +135,17 @@ def create_app(
             tenants reach that port.
         report: called with each engine's name and the phase that its start is in.
         memory_reader: reads how much memory is available; None: from Linux.
+        reread: reads the settings again, as they were read at the start; None: they stay as they are.
     """
     reader = memory_reader or MemoryReader()
     memory = MemoryWatch(reader, int(settings.admission.memory_reserve), fleet.metrics.memory)
     keyring = keyring_for(settings)
-    gateway = _build_gateway(settings, fleet)
+    gateway = _build_gateway(settings, fleet, keyring)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with (
+            gateway.usage.running(),
             _services(gateway, memory, metrics_listener),
             _running(app, fleet, report),
             gateway.relay.running(),
@@ -166,15 +172,25 @@ def create_app(
     openapi.install(app, settings.root_path)
     app.add_exception_handler(HTTPException, http_exception)
     app.add_exception_handler(RequestValidationError, invalid_parameters)
-    _add_middleware(app, gateway, keyring, memory, reader.available(), files)
+    available = reader.available()
+    rooms = BodyRooms.of(settings, available=available, one_tenant=keyring is None)
+    held = gateway.metrics.bodies
+    bodies = BodyBudget(rooms.memory, held.labels("memory"), short=lambda: memory.short)
+    uploads = BodyBudget(rooms.disk, held.labels("disk"))
+    _add_middleware(app, gateway, keyring, memory, bodies, uploads, files)
+    if reread is not None:
+        gateway.reload = Reloads(
+            gateway, keyring, reread, bodies=bodies, uploads=uploads, memory=memory, available=available
+        )
     return app
 
 
-def _build_gateway(settings: Settings, fleet: Fleet) -> Gateway:
+def _build_gateway(settings: Settings, fleet: Fleet, keyring: Keyring | None) -> Gateway:
     """Create the services that the routes use."""
     metrics = fleet.metrics
     library = handoffs_of(settings, metrics, fleet.events)
-    admission = Admission(settings.admission, fleet.names, metrics.admission)
+    share = keyring.share if keyring is not None else None
+    admission = Admission(settings.admission, fleet.names, metrics.admission, share=share)
     bodies = body_threads(metrics.queues, settings.admission.wait_s)
     return Gateway(
         settings,
@@ -201,6 +217,12 @@ def _build_gateway(settings: Settings, fleet: Fleet) -> Gateway:
         ),
         bodies,
         TrialCompiler(settings.limits, metrics.queues),
+        Usage(
+            open_usage(settings.usage_file) if settings.usage.keep_days else None,
+            metrics.usage,
+            keep_days=settings.usage.keep_days,
+        ),
+        AuditLog(settings.auth.audit_file, metrics.usage.unaudited.inc),
     )
 
 
@@ -209,19 +231,14 @@ def _add_middleware(
     gateway: Gateway,
     keyring: Keyring | None,
     memory: MemoryWatch,
-    available: int | None,
+    bodies: BodyBudget,
+    uploads: BodyBudget,
     files: Collection[str],
 ) -> None:
     """Add the middleware. The last one added is the outermost, so the order is that of a response."""
-    settings, held = gateway.settings, gateway.metrics.bodies
-    rooms = BodyRooms.of(settings, available=available, one_tenant=keyring is None)
+    settings = gateway.settings
     app.add_middleware(MemoryShortageMiddleware, memory=memory)
-    app.add_middleware(
-        BodyLimitMiddleware,
-        bodies=BodyBudget(rooms.memory, held.labels("memory"), short=lambda: memory.short),
-        uploads=BodyBudget(rooms.disk, held.labels("disk")),
-        edge=settings.edge,
-    )
+    app.add_middleware(BodyLimitMiddleware, bodies=bodies, uploads=uploads, edge=settings.edge)
     app.add_middleware(
         AuthMiddleware,
         keyring=keyring,
@@ -239,7 +256,12 @@ def _add_middleware(
     app.add_middleware(DrainMiddleware, drain=gateway.drain)
     unidentified = LOCAL_TENANT if keyring is None else NO_TENANT
     app.add_middleware(
-        RequestContextMiddleware, metrics=gateway.metrics, routes=app.routes, unidentified=unidentified
+        RequestContextMiddleware,
+        metrics=gateway.metrics,
+        usage=gateway.usage,
+        audit=gateway.audit,
+        routes=app.routes,
+        unidentified=unidentified,
     )
     if settings.root_path:
         app.add_middleware(RootPathMiddleware, root=settings.root_path)

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,8 +30,8 @@ from baton.config.groups import EngineSettings
 from baton.config.settings import Settings, load_settings
 from baton.engines.engine import Engine
 from baton.engines.fake.engine import FakeEngine
-from baton.engines.fleet import Fleet
-from baton.engines.on_demand import on_demand_of
+from baton.engines.fleet import Build, Fleet
+from baton.engines.on_demand import OnDemand, on_demand_of
 from baton.engines.process.processes import segments_of, wait_until_gone
 from baton.http.uvicorn_server import GatewayServer, certificate_of, url_of
 from baton.serve import listen_for_clients, listen_for_metrics
@@ -103,9 +103,16 @@ def raw_status(url: str, method: str, target: str, headers: dict[str, str] | Non
 
 @contextmanager
 def run_fake(
-    *engines: Engine, wait: bool = True, memory_reader: MemoryReader | None = None, **overrides: Any
+    *engines: Engine,
+    wait: bool = True,
+    memory_reader: MemoryReader | None = None,
+    reread: Callable[[], Settings] | None = None,
+    build: Build | None = None,
+    **overrides: Any,
 ) -> Iterator[FakeGateway]:
     """A gateway in a thread, on a free port of 127.0.0.1.
+
+    `reread` reads its settings again, and `build` makes further engines of them.
 
     Args:
         overrides: settings; `told`: of engines, by their names.
@@ -114,9 +121,13 @@ def run_fake(
     served = tuple(
         EngineSettings(name=each.name, model="fake", **told.get(each.name, {})) for each in engines
     )
-    nothing = {"responses": {"budget": 0}}  # of this machine's user
+    nothing = {"responses": {"budget": 0}, "usage": {"keep_days": 0}}  # of this machine's user
     settings = load_settings(**({"port": 0, "engines": served, "metrics": {"port": 0}} | nothing | overrides))
-    fleet = Fleet(engines, on_demand=on_demand_of(settings, {}, lambda _: 0), settings=served)
+
+    def budget(settings: Settings) -> OnDemand | None:
+        return on_demand_of(settings, {}, lambda _: 0)
+
+    fleet = Fleet(engines, build=build, on_demand=budget(settings), budget=budget, settings=settings.engines)
     ready = threading.Event()
     with (
         listen_for_clients(settings) as listener,
@@ -125,7 +136,9 @@ def run_fake(
         certificate = certificate_of(settings)
         url = url_of(listener, "http" if certificate is None else "https")
         metrics_url = url_of(metrics_listener) if metrics_listener else url
-        app = create_app(settings, fleet, metrics_listener=metrics_listener, memory_reader=memory_reader)
+        app = create_app(
+            settings, fleet, metrics_listener=metrics_listener, memory_reader=memory_reader, reread=reread
+        )
         server = GatewayServer(app, settings, lambda _url: ready.set(), certificate)
         server.handle_signals = False
         runner = asyncio.Runner(loop_factory=server.config.get_loop_factory())  # of the loop of `baton serve`
@@ -198,7 +211,9 @@ class RealGateway:
     ) -> None:
         self._arguments = arguments
         self._forked = forked
-        self._environment = os.environ | {"BATON_METRICS__PORT": "0"} | (environment or {})
+        self._environment = (
+            os.environ | {"BATON_METRICS__PORT": "0", "XDG_STATE_HOME": str(folder)} | (environment or {})
+        )
         self.output = folder / "baton.log"
         self.keys: dict[str, str] = {}
 

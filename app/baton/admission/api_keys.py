@@ -7,21 +7,25 @@ guessed.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import hashlib
 import json
+import math
 import os
 import secrets
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import structlog
 from filelock import FileLock
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from baton.config.groups import Alias
 from baton.config.settings import Settings
 from baton.errors import SettingsError
 from baton.telemetry.ids import LOCAL_TENANT
@@ -37,25 +41,42 @@ RESERVED_TENANTS = frozenset({LOCAL_TENANT, NOBODY, OTHER})
 tenants that are counted together."""
 
 TenantName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+Tokens = Annotated[int, Field(ge=1, le=10**15)]
+MOST_TIME = 253_402_300_799
+"""The last second of the year 9999, in Unix time."""
 
 
 class StoredKey(BaseModel):
     """One entry of the keys file.
 
     Attributes:
-        id: names the key in `baton keys list` and `revoke`.
+        id: names the key in `baton keys list` and `revoke`, and in usage; rotation keeps it.
         sha256: digest of the key, in hexadecimal.
         created_at: Unix time.
         operator: whether it may also start and stop engines, and change what the gateway serves.
+        models: names, aliases or patterns of the models that it may use; none: all.
+        expires_at: Unix time from which it opens nothing; None: it does not expire.
+        day_tokens: tokens, of prompts and answers, that it may use a day of UTC; None: no limit.
+        month_tokens: tokens that it may use a month of UTC; None: no limit.
+        share: weight of its tenant in the queues of engines; the largest of the tenant's keys counts.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    id: str
+    id: Annotated[str, Field(max_length=64)]
     tenant: TenantName
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     created_at: int
     operator: bool = False
+    models: tuple[Alias, ...] = ()
+    expires_at: Annotated[int, Field(ge=0, le=MOST_TIME)] | None = None
+    day_tokens: Tokens | None = None
+    month_tokens: Tokens | None = None
+    share: Annotated[int, Field(ge=1, le=100)] = 1
+
+    def may_use(self, *names: str) -> bool:
+        """Return whether it may use the model that has these names."""
+        return not self.models or any(fnmatchcase(name, pattern) for name in names for pattern in self.models)
 
 
 FILE = TypeAdapter(list[StoredKey])
@@ -69,19 +90,46 @@ def digest(key: str) -> str:
 class Keyring:
     """Finds what is stored of a key. The look-up takes the same path for every wrong key.
 
+    Args:
+        wall: returns Unix time.
+
     Raises:
         SettingsError: a key belongs to the reserved tenant `local`.
     """
 
-    def __init__(self, keys: list[StoredKey]) -> None:
+    def __init__(self, keys: list[StoredKey], wall: Callable[[], float] = time.time) -> None:
+        self._wall = wall
+        self._take(keys)
+
+    def _take(self, keys: list[StoredKey]) -> None:
         self._keys = _by_digest(keys)
+        self._shares: dict[str, int] = {}
+        for key in keys:
+            self._shares[key.tenant] = max(key.share, self._shares.get(key.tenant, 1))
 
     def __len__(self) -> int:
         return len(self._keys)
 
     def find(self, key: str) -> StoredKey | None:
-        """Find the stored entry of a key; None: it is unknown."""
-        return self._keys.get(digest(key[:MAX_KEY_CHARS]))
+        """Find the stored entry of a key; None: it is unknown, or has expired."""
+        found, now = self._keys.get(digest(key[:MAX_KEY_CHARS])), self._wall()
+        return found if found is None or now < (found.expires_at or math.inf) else None
+
+    def expired(self, key: str) -> bool:
+        """Return whether a key that `find` does not find is one that has expired."""
+        return digest(key[:MAX_KEY_CHARS]) in self._keys
+
+    def share(self, tenant: str) -> int:
+        """Return a tenant's share: the largest of its keys', 1 where it has none."""
+        return self._shares.get(tenant, 1)
+
+    def refresh(self) -> list[str]:
+        """Read the keys again; returns the ids of those that are new, gone or changed.
+
+        Raises:
+            SettingsError: the file is unusable; the keys stay as they were.
+        """
+        return []
 
 
 class KeysFile(Keyring):
@@ -92,23 +140,35 @@ class KeysFile(Keyring):
 
     Args:
         clock: returns seconds of a monotonic clock.
+        wall: returns Unix time.
 
     Raises:
         SettingsError: the file cannot be read, or holds no valid keys.
     """
 
-    def __init__(self, file: Path, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        file: Path,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
         self._file = file
         self._clock = clock
         self._looked = clock()
         self._state = _state(file)
-        super().__init__(read_keys(file))
+        super().__init__(read_keys(file), wall)
 
     def find(self, key: str) -> StoredKey | None:
         if self._clock() - self._looked >= LOOK_EVERY_S:
             self._looked = self._clock()
             self._look()
         return super().find(key)
+
+    def refresh(self) -> list[str]:
+        state, before = _state(self._file), self._keys
+        self._take(read_keys(self._file))
+        self._state = state
+        return sorted({each.id for each in set(before.values()) ^ set(self._keys.values())})
 
     def _look(self) -> None:
         state = _state(self._file)
@@ -117,12 +177,11 @@ class KeysFile(Keyring):
         self._state = state
         log = structlog.get_logger("baton.keys")
         try:
-            keys = _by_digest(read_keys(self._file))
+            self._take(read_keys(self._file))
         except SettingsError as error:
             log.error("keys_file_unusable", cause=error.message)
             return
-        self._keys = keys
-        log.info("keys_file_read", keys=len(keys))
+        log.info("keys_file_read", keys=len(self._keys))
 
 
 def _by_digest(keys: list[StoredKey]) -> dict[str, StoredKey]:
@@ -181,18 +240,28 @@ def read_keys(file: Path) -> list[StoredKey]:
         return []
     except OSError as error:
         raise SettingsError(f"{file}: {error.strerror or 'cannot be read'}") from None
-    except ValidationError:
-        raise SettingsError(f"{file}: not a keys file; `baton keys create` makes one") from None
+    except ValidationError as error:
+        raise SettingsError(
+            f"{file}: not a keys file: {_wrong(error)}; `baton keys create` makes one"
+        ) from None
 
 
-def create_key(file: Path, tenant: str, *, operator: bool = False) -> str:
+def _wrong(error: ValidationError) -> str:
+    """Return where the first wrong value is and what is wrong with it, without the value."""
+    first = error.errors()[0]
+    where = ".".join(map(str, first["loc"]))
+    return f"{where}: {first['msg']}" if where else first["msg"]
+
+
+def create_key(file: Path, tenant: str, **options: Any) -> str:
     """Add a key for `tenant` and return it; it cannot be shown again.
 
     Args:
-        operator: see `StoredKey`.
+        options: further fields of `StoredKey`.
 
     Raises:
-        SettingsError: the tenant's name is reserved or not a plain word, or the file cannot be written.
+        SettingsError: the tenant's name is reserved or not a plain word, an option is not valid, or the file
+            cannot be written.
     """
     if tenant in RESERVED_TENANTS:
         raise SettingsError(f"tenant {tenant!r}: this name is reserved; choose another")
@@ -203,27 +272,91 @@ def create_key(file: Path, tenant: str, *, operator: bool = False) -> str:
             tenant=tenant,
             sha256=digest(key),
             created_at=int(time.time()),
-            operator=operator,
+            **options,
         )
-    except ValidationError:
-        raise SettingsError(f"tenant {tenant[:80]!r}: use 1 to 64 letters, digits, '.', '_' or '-'") from None
+    except ValidationError as error:
+        if any(item["loc"] == ("tenant",) for item in error.errors()):
+            raise SettingsError(
+                f"tenant {tenant[:80]!r}: use 1 to 64 letters, digits, '.', '_' or '-'"
+            ) from None
+        raise SettingsError(_wrong(error)) from None
     with _locked(file):
         _write(file, [*read_keys(file), stored])
     return key
 
 
-def revoke_key(file: Path, key_id: str) -> None:
-    """Remove a key.
+def revoke_key(file: Path, key_id: str) -> StoredKey:
+    """Remove a key, with one that was rotated and still opens; returns it.
 
     Raises:
         SettingsError: no key has this id.
     """
     with _locked(file):
         keys = read_keys(file)
+        gone = _with_id(keys, key_id)
+        _write(file, [key for key in keys if key.id != key_id])
+    return gone[-1]
+
+
+def rotate_key(
+    file: Path, key_id: str, *, keep_s: int = 0, wall: Callable[[], float] = time.time
+) -> tuple[str, StoredKey]:
+    """Give a key another secret, with the same id, so that its usage and its budgets go on.
+
+    Args:
+        keep_s: seconds for which the former secret opens too.
+
+    Returns:
+        The new secret, which cannot be shown again, and the stored key.
+
+    Raises:
+        SettingsError: no key has this id, or the file cannot be written.
+    """
+    secret = KEY_PREFIX + secrets.token_urlsafe(32)
+    with _locked(file):
+        keys, now = read_keys(file), int(wall())
+        *_, former = _with_id(keys, key_id)
+        rotated = former.model_copy(update={"sha256": digest(secret), "created_at": now})
         kept = [key for key in keys if key.id != key_id]
-        if len(kept) == len(keys):
-            raise SettingsError(f"there is no key with the id {key_id[:80]!r}; `baton keys list` shows them")
-        _write(file, kept)
+        if keep_s:
+            until = min(now + keep_s, former.expires_at or MOST_TIME)
+            kept.append(former.model_copy(update={"expires_at": until}))
+        _write(file, [*kept, rotated])
+    return secret, rotated
+
+
+def _with_id(keys: Sequence[StoredKey], key_id: str) -> list[StoredKey]:
+    """Return the keys with an id: the last is the one of now, others were rotated.
+
+    Raises:
+        SettingsError: there is none.
+    """
+    if not (found := [key for key in keys if key.id == key_id]):
+        raise SettingsError(f"there is no key with the id {key_id[:80]!r}; `baton keys list` shows them")
+    return found
+
+
+def time_of(given: str, wall: Callable[[], float] = time.time) -> int:
+    """Return the Unix time that a text names: `30d`, `12h`, or a date or time of ISO 8601, in UTC.
+
+    Raises:
+        SettingsError: it is none of these, or is over.
+    """
+    now = int(wall())
+    number, unit = given[:-1], {"d": 86400, "h": 3600, "m": 60}.get(given[-1:])
+    try:
+        if unit is not None and number.isdecimal() and len(number) < 8:
+            until = now + int(number) * unit
+        else:
+            when = datetime.datetime.fromisoformat(given)
+            until = int((when if when.tzinfo else when.replace(tzinfo=datetime.UTC)).timestamp())
+    except (ValueError, OverflowError):
+        raise SettingsError(
+            f"{given[:80]!r} is no time: give one such as `30d`, `12h` or `2030-01-31`"
+        ) from None
+    if not now < until <= MOST_TIME:
+        raise SettingsError(f"{given[:80]!r}: this time is over, or beyond the year 9999")
+    return until
 
 
 @contextlib.contextmanager
@@ -232,6 +365,8 @@ def _locked(file: Path) -> Iterator[None]:
     try:
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with FileLock(file.with_name(f".{file.name}.lock"), mode=0o600):
+            for left in file.parent.glob(f".{file.name}-*"):  # of a process that was killed
+                left.unlink(missing_ok=True)
             yield
     except OSError as error:
         raise SettingsError(f"{file}: {error.strerror or 'cannot be written'}") from None
@@ -239,11 +374,13 @@ def _locked(file: Path) -> Iterator[None]:
 
 def _write(file: Path, keys: list[StoredKey]) -> None:
     """Replace the file atomically, readable by its owner only."""
-    descriptor, temporary = tempfile.mkstemp(dir=file.parent, prefix=".keys-")
+    descriptor, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}-")
     try:
         with os.fdopen(descriptor, "w") as stream:
             # Without defaults, so that an older gateway reads the file.
             json.dump([key.model_dump(exclude_defaults=True) for key in keys], stream, indent=2)
+            stream.flush()
+            os.fsync(stream.fileno())  # else a power cut could leave the new name with nothing in it
         os.replace(temporary, file)
     except OSError:
         Path(temporary).unlink(missing_ok=True)

@@ -8,7 +8,10 @@ fetching images, threads for large bodies. The rules:
 - A tenant that holds places takes another only if it leaves free, of the reserve, the fraction that its own
   places are of `places`. So neither a second tenant nor a third can use up the reserve.
 - A free place goes to the waiting tenant that holds the fewest; among equals they take turns. Within a tenant
-  the order is first in, first out.
+  requests of a lower order come first, as the tenant asked (`priority`, `service_tier`), and among equals the
+  first. No order of one tenant's changes when another tenant is served.
+- Where tenants have shares, what one holds counts divided by its share: with 3 it ends up with three times
+  the places of one with 1, while both want them. A tenant alone still holds as many as without shares.
 - A request waits only if at least `places` are taken: the reserve costs no throughput.
 
 Example: of 256 places and a reserve of 32 one tenant with endless requests takes 256, a second 28, a third 3,
@@ -33,7 +36,11 @@ tenants that use less than their share of it."""
 
 Refusal = Callable[[float | None], BatonError]
 """Makes the error of a request that gets no place: from the seconds it waited, or None if too many wait."""
-Waiters = OrderedDict[asyncio.Future[None], None]
+Order = tuple[int, int]
+"""The order of a request among its tenant's own: by `service_tier`, then by `priority`; lower is sooner."""
+USUAL: Order = (0, 0)
+Waiters = dict[Order, OrderedDict[asyncio.Future[None], None]]
+"""The waiting requests of one tenant, by their order; no entry is empty."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,7 @@ class FairQueue:
     Args:
         refuse: makes the error of a request that gets no place.
         record_wait: called with the seconds that a request waited for its place.
+        share: returns a tenant's share; None: all have the same.
 
     Attributes:
         most: number of places, the reserve included.
@@ -66,34 +74,47 @@ class FairQueue:
     """
 
     def __init__(
-        self, limits: QueueLimits, refuse: Refusal, record_wait: Callable[[float], None] = lambda _: None
+        self,
+        limits: QueueLimits,
+        refuse: Refusal,
+        record_wait: Callable[[float], None] = lambda _: None,
+        share: Callable[[str], int] | None = None,
     ) -> None:
+        self._refuse = refuse
+        self._record_wait = record_wait
+        self._share = share
+        self._held: Counter[str] = Counter()
+        self._turns: OrderedDict[str, Waiters] = OrderedDict()
+        self.running = 0
+        self.waiting = 0
+        self.limit(limits)
+
+    def limit(self, limits: QueueLimits) -> None:
+        """Set the limits, also of a queue in use: nobody loses a place, and who has room now gets one."""
         self._places = limits.places
         self._reserve = -(-limits.places // RESERVED) if limits.reserve is None else limits.reserve
         self._room = limits.waiting
         self._wait_s = limits.wait_s
-        self._refuse = refuse
-        self._record_wait = record_wait
-        self._held: Counter[str] = Counter()
-        self._turns: OrderedDict[str, Waiters] = OrderedDict()
         self.most = self._places + self._reserve
-        self.running = 0
-        self.waiting = 0
+        self._serve_all()
 
-    async def enter(self, tenant: str, *, patient: bool = False) -> None:
+    async def enter(self, tenant: str, *, order: Order = USUAL, patient: bool = False) -> None:
         """Take a place, at once or after waiting; `leave` gives it back.
+
+        Args:
+            order: among the tenant's own requests that wait.
 
         Raises:
             BatonError: too many requests wait already, or this one waited for `wait_s`.
         """
-        if self._may_take(tenant):
+        if tenant not in self._turns and self._may_take(tenant):
             self._take(tenant)
             self._record_wait(0.0)
             return
         if not patient:
             self.require_room(tenant)
         began = time.monotonic()
-        await self._turn(tenant, None if patient else self._wait_s)
+        await self._turn(tenant, order, None if patient else self._wait_s)
         self._record_wait(time.monotonic() - began)
 
     def leave(self, tenant: str) -> None:
@@ -102,17 +123,20 @@ class FairQueue:
         self._held[tenant] -= 1
         if not self._held[tenant]:
             del self._held[tenant]
+        self._serve_all()
+
+    def _serve_all(self) -> None:
         while (following := self._next()) is not None:
             self._serve(following)
 
     @asynccontextmanager
-    async def place(self, tenant: str) -> AsyncIterator[None]:
+    async def place(self, tenant: str, *, order: Order = USUAL) -> AsyncIterator[None]:
         """Hold a place for as long as the block runs.
 
         Raises:
             BatonError: as `enter`.
         """
-        await self.enter(tenant)
+        await self.enter(tenant, order=order)
         try:
             yield
         finally:
@@ -135,15 +159,29 @@ class FairQueue:
         self.running += 1
         self._held[tenant] += 1
 
-    def _may_take(self, tenant: str) -> bool:
-        """Return whether a tenant may take another place now; never true while its requests wait."""
+    def _may_take(self, tenant: str, top: int | None = None) -> bool:
+        """Return whether a tenant may take another place now; never true while its requests wait.
+
+        Args:
+            top: the largest share of those that hold a place or wait; None: not known yet.
+        """
         held, left = self._held[tenant], self.most - self.running - 1
-        return left >= 0 and left * self._places >= held * self._reserve
+        if self._share is None or left < 0 or self.running < self._places:
+            return left >= 0 and left * self._places >= held * self._reserve
+        top = top or self._top(tenant)
+        return left * self._places * self._share(tenant) >= held * self._reserve * top
+
+    def _top(self, tenant: str | None = None) -> int:
+        """Return the largest share of the tenants that hold a place or wait, and of this one."""
+        if self._share is None:
+            return 1
+        one = {tenant} if tenant is not None else set()
+        return max(map(self._share, one.union(self._held, self._turns)), default=1)
 
     def _may_wait(self, tenant: str) -> bool:
         if self._room is None:
             return True
-        mine = len(self._turns.get(tenant, ()))
+        mine = sum(map(len, self._turns.get(tenant, {}).values()))
         others = len(self._turns) - (tenant in self._turns)
         share = max(
             1, self._room // (others + 2)
@@ -152,14 +190,21 @@ class FairQueue:
 
     def _next(self) -> str | None:
         """Return the waiting tenant whose turn it is and that may take a place; None: there is none."""
-        waiting = (tenant for tenant in self._turns if self._may_take(tenant))
-        return min(
-            waiting, key=self.held, default=None
-        )  # the first of equals, which `_serve` moves to the end
+        if not self._turns:
+            return None
+        top = self._top()
+        waiting = (tenant for tenant in self._turns if self._may_take(tenant, top))
+        # The first of equals, which `_serve` moves to the end.
+        return min(waiting, key=self._weighed, default=None)
+
+    def _weighed(self, tenant: str) -> float:
+        held = self._held[tenant]
+        return held if self._share is None else held / self._share(tenant)
 
     def _serve(self, tenant: str) -> None:
-        waiter = next(iter(self._turns[tenant]))
-        self._forget(tenant, waiter)
+        order = min(self._turns[tenant])
+        waiter = next(iter(self._turns[tenant][order]))
+        self._forget(tenant, order, waiter)
         if waiter.done():  # cancelled, and not yet removed from the queue
             return
         if tenant in self._turns:
@@ -167,17 +212,18 @@ class FairQueue:
         self._take(tenant)
         waiter.set_result(None)
 
-    async def _turn(self, tenant: str, wait_s: float | None) -> None:
+    async def _turn(self, tenant: str, order: Order, wait_s: float | None) -> None:
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[None] = loop.create_future()
-        self._turns.setdefault(tenant, OrderedDict())[waiter] = None
+        self._turns.setdefault(tenant, {}).setdefault(order, OrderedDict())[waiter] = None
         self.waiting += 1
-        timer = None if wait_s is None else loop.call_later(wait_s, self._too_late, tenant, waiter)
+        timer = None if wait_s is None else loop.call_later(wait_s, self._too_late, tenant, order, waiter)
         try:
             await waiter
         except asyncio.CancelledError:
             if waiter.cancelled():
-                self._forget(tenant, waiter)
+                self._forget(tenant, order, waiter)
+                self._serve_all()  # with it the largest share may have gone
             elif waiter.exception() is None:  # it had got the place, and will not use it
                 self.leave(tenant)
             raise
@@ -185,19 +231,23 @@ class FairQueue:
             if timer is not None:
                 timer.cancel()
 
-    def _too_late(self, tenant: str, waiter: asyncio.Future[None]) -> None:
+    def _too_late(self, tenant: str, order: Order, waiter: asyncio.Future[None]) -> None:
         if waiter.done():
             return
-        self._forget(tenant, waiter)
+        self._forget(tenant, order, waiter)
         waiter.set_exception(self._refuse(self._wait_s))
+        self._serve_all()
 
-    def _forget(self, tenant: str, waiter: asyncio.Future[None]) -> None:
-        waiters = self._turns.get(tenant)
+    def _forget(self, tenant: str, order: Order, waiter: asyncio.Future[None]) -> None:
+        orders = self._turns.get(tenant, {})
+        waiters = orders.get(order)
         if waiters is None or waiter not in waiters:
             return
         del waiters[waiter]
         self.waiting -= 1
         if not waiters:
+            del orders[order]
+        if not orders:
             del self._turns[tenant]
 
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from baton.admission.fair_queue import FairQueue, QueueLimits
+from baton.admission.fair_queue import USUAL, FairQueue, Order, QueueLimits
 from baton.config.groups import AdmissionSettings
-from baton.errors import BatonError, EngineOverloaded, RateLimited
+from baton.errors import BatonError, EngineOverloaded, EngineUnavailable, RateLimited
 from baton.telemetry.metrics import AdmissionMetrics
 
 ENGINE_RETRY_AFTER_S = 5
@@ -31,13 +31,16 @@ class TokenBucket:
         rate: tokens a minute.
         burst: tokens that the bucket holds at most, and at first.
         clock: returns seconds of a monotonic clock.
+        used: the bucket that this one takes the place of, of which no more tokens are left over.
     """
 
-    def __init__(self, rate: float, burst: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, rate: float, burst: float, clock: Callable[[], float], used: TokenBucket | None = None
+    ) -> None:
         self._per_second = rate / 60
         self._burst = burst
         self._clock = clock
-        self._tokens = burst
+        self._tokens: float = burst if used is None else min(burst, used._tokens)
         self._at = clock()
 
     def take(self) -> float:
@@ -67,9 +70,11 @@ class Tenant:
 class Ticket:
     """The holdings of one request: a count of its tenant's, a place at an engine, engines on demand."""
 
-    __slots__ = ("_engines", "_kept", "_place", "_tenant")
+    __slots__ = ("_after", "_engines", "_kept", "_over", "_place", "_tenant")
 
     def __init__(self) -> None:
+        self._after: list[Callable[[], None]] = []
+        self._over = False
         self._tenant: Tenant | None = None
         self._place: tuple[FairQueue, str] | None = None
         self._engines: dict[str, Callable[[], None]] = {}
@@ -99,10 +104,10 @@ class Ticket:
         tenant.running += 1
         self._tenant = tenant
 
-    async def enter(self, queue: FairQueue, tenant: str) -> None:
+    async def enter(self, queue: FairQueue, tenant: str, order: Order = USUAL) -> None:
         """Take a place at an engine, at once or after waiting."""
         assert self._place is None
-        await queue.enter(tenant)
+        await queue.enter(tenant, order=order)
         self._place = (queue, tenant)
 
     def leave_engine(self) -> None:
@@ -117,6 +122,13 @@ class Ticket:
         self._kept = True
         work.add_done_callback(lambda _: self._give_back())
 
+    def after(self, call: Callable[[], None]) -> None:
+        """Call this once the request's work is over, which may be after its answer."""
+        if self._kept and not self._over:
+            self._after.append(call)
+        else:
+            call()
+
     def answered(self) -> None:
         """Give everything back, as the answer has ended or there is none."""
         if not self._kept:
@@ -127,6 +139,9 @@ class Ticket:
         tenant, self._tenant = self._tenant, None
         if tenant is not None:
             tenant.running -= 1
+        self._over = True
+        while self._after:
+            self._after.pop()()
 
 
 def _call(release: Callable[[], None], _work: asyncio.Task[Any]) -> None:
@@ -138,6 +153,7 @@ class Admission:
 
     Args:
         clock: returns seconds of a monotonic clock.
+        share: returns a tenant's share of the engines' places; None: all have the same.
     """
 
     def __init__(
@@ -147,12 +163,33 @@ class Admission:
         metrics: AdmissionMetrics,
         *,
         clock: Callable[[], float] = time.monotonic,
+        share: Callable[[str], int] | None = None,
     ) -> None:
         self._settings = settings
         self._clock = clock
-        self._limited = bool(settings.tenant_requests or settings.tenant_rate)
+        self._metrics = metrics
+        self._share = share
         self._tenants: dict[str, Tenant] = {}
-        self._queues = {name: _queue(name, settings, metrics) for name in engines}
+        self._queues = {name: self._queue(name) for name in engines}
+
+    def change(self, settings: AdmissionSettings) -> None:
+        """Set other limits; they hold for what comes from now on, and for what waits."""
+        self._settings = settings
+        for queue in self._queues.values():
+            queue.limit(_limits(settings))
+        for tenant in self._tenants.values():
+            tenant.bucket = self._bucket(tenant.bucket)
+
+    def add(self, engine: str) -> None:
+        """Make the queue of a further engine, unless there is one."""
+        if engine not in self._queues:
+            self._queues[engine] = self._queue(engine)
+
+    def remove(self, engine: str) -> None:
+        """Forget the queue of an engine that was removed and has no request any more."""
+        del self._queues[engine]
+        for gauge in (self._metrics.waiting, self._metrics.running, self._metrics.seconds):
+            gauge.remove(engine)
 
     def admit(self, ticket: Ticket, tenant: str) -> None:
         """Count a request for its tenant; called before the body is read.
@@ -160,8 +197,6 @@ class Admission:
         Raises:
             RateLimited: the tenant has too many running requests, or exceeds its rate.
         """
-        if not self._limited:
-            return
         known = self._tenant(tenant)
         limit = self._settings.tenant_requests
         if limit and known.running >= limit:
@@ -176,16 +211,20 @@ class Admission:
             )
         ticket.counts_for(known)
 
-    async def enter(self, ticket: Ticket, tenant: str, engine: str) -> None:
+    async def enter(self, ticket: Ticket, tenant: str, engine: str, order: Order = USUAL) -> None:
         """Wait for a place at an engine, in the tenant's turn.
 
         Args:
             ticket: of the request; it holds the place from then on.
+            order: of the request among the tenant's own.
 
         Raises:
             EngineOverloaded: too many requests wait already, or this one waited too long.
+            EngineUnavailable: the engine was removed meanwhile.
         """
-        await ticket.enter(self._queues[engine], tenant)
+        if (queue := self._queues.get(engine)) is None:
+            raise EngineUnavailable(f"The engine '{engine}' was removed by an operator.", retry_after_s=30)
+        await ticket.enter(queue, tenant, order)
 
     def at(self, engine: str) -> tuple[int, int]:
         """Return how many requests an engine has, of all tenants, and how many wait for it."""
@@ -210,20 +249,25 @@ class Admission:
             known = self._tenants[name] = Tenant(self._bucket())
         return known
 
-    def _bucket(self) -> TokenBucket | None:
+    def _bucket(self, used: TokenBucket | None = None) -> TokenBucket | None:
         rate = self._settings.tenant_rate
         if not rate:
             return None
         burst = self._settings.tenant_burst or max(1.0, rate * BURST_S / 60)
-        return TokenBucket(rate, burst, self._clock)
+        return TokenBucket(rate, burst, self._clock, used)
+
+    def _queue(self, engine: str) -> FairQueue:
+        metrics = self._metrics
+        queue = FairQueue(
+            _limits(self._settings), _no_place, metrics.seconds.labels(engine).observe, self._share
+        )
+        metrics.waiting.labels(engine).set_function(lambda: queue.waiting)
+        metrics.running.labels(engine).set_function(lambda: queue.running)
+        return queue
 
 
-def _queue(engine: str, settings: AdmissionSettings, metrics: AdmissionMetrics) -> FairQueue:
-    limits = QueueLimits(settings.engine_requests, settings.engine_waiting, settings.wait_s)
-    queue = FairQueue(limits, _no_place, metrics.seconds.labels(engine).observe)
-    metrics.waiting.labels(engine).set_function(lambda: queue.waiting)
-    metrics.running.labels(engine).set_function(lambda: queue.running)
-    return queue
+def _limits(settings: AdmissionSettings) -> QueueLimits:
+    return QueueLimits(settings.engine_requests, settings.engine_waiting, settings.wait_s)
 
 
 def _no_place(waited_s: float | None) -> BatonError:

@@ -670,6 +670,29 @@ class AuthSettings(Frozen):
     allow_unauthenticated: bool = Field(
         False, description="Serve a non-loopback address without keys. Set it only if you mean it."
     )
+    audit_file: Path | None = Field(
+        None,
+        description="File to which what operators do, and every deletion, is added as a line of JSON: who, "
+        "what, when, and what came of it. It is opened for each line, so that logrotate may move it at any "
+        "time; nothing here rotates it. Unset: there is none.",
+    )
+
+
+class UsageSettings(Frozen):
+    """`[usage]`: how the tokens of tenants, keys and models are counted, for `GET /v1/usage` and budgets."""
+
+    file: Path | None = Field(
+        None,
+        description="SQLite file of the usage, on this machine; gateways that share it count together. "
+        "Unset: `~/.local/state/baton/usage.sqlite`.",
+    )
+    keep_days: int = Field(
+        400,
+        ge=0,
+        le=36500,
+        description="Days for which usage is kept, at least 31 where keys have budgets by month. 0: none is "
+        "counted, and keys with budgets are refused.",
+    )
 
 
 class SupervisionSettings(Frozen):

@@ -38,6 +38,7 @@ from baton.config.groups import (
     SupervisionSettings,
     TlsSettings,
     UiSettings,
+    UsageSettings,
 )
 from baton.errors import SettingsError
 
@@ -129,6 +130,7 @@ class Settings(BaseSettings):
     responses: ResponseSettings = ResponseSettings()
     pooling: PoolingSettings = PoolingSettings()
     ui: UiSettings = UiSettings()
+    usage: UsageSettings = UsageSettings()
     engines: tuple[EngineSettings, ...] = Field(
         default_factory=_embedded_engines,
         description="One table per engine. None given: the embedded models `smollm2` and `flood-tiny`.",
@@ -301,6 +303,12 @@ class Settings(BaseSettings):
     def keys_file(self) -> Path:
         """Return the file of hashed API keys, which need not exist."""
         file = self.auth.keys_file or user_folder("XDG_CONFIG_HOME", ".config") / "baton/keys.json"
+        return file.expanduser()
+
+    @property
+    def usage_file(self) -> Path:
+        """Return the file of the usage, which need not exist."""
+        file = self.usage.file or user_folder("XDG_STATE_HOME", ".local/state") / "baton/usage.sqlite"
         return file.expanduser()
 
     @property

@@ -214,6 +214,10 @@ class Backend(Protocol):
         """List its models as `/v1/models` does, in OpenAI's shape, each with its `capabilities`."""
         ...
 
+    def rename(self, aliases: tuple[str, ...], *, default: bool) -> None:
+        """Take other aliases, and whether it answers requests that name no model; requests go on."""
+        ...
+
     async def start(self, report: Report) -> None:
         """Make it ready, so that the first client does not wait for that.
 

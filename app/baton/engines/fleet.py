@@ -20,6 +20,7 @@ from prometheus_client import CollectorRegistry
 
 from baton.admission.tenants import Ticket
 from baton.config.groups import EngineSettings, OnDemandSettings, SupervisionSettings
+from baton.config.settings import Settings
 from baton.engines.adapters import Adapter
 from baton.engines.backend import EngineState, Json
 from baton.engines.engine import Engine, LocalEngine, adapted
@@ -122,6 +123,7 @@ class Supervisor:
         self._act: str | None = None
         self._working: asyncio.Task[None] | None = None
         self._past: set[asyncio.Task[None]] = set()
+        self._next: Engine | None = None
         self._tokens: deque[tuple[float, float]] = deque(maxlen=SAMPLES)
         self._tell, self._lost = tell, lost
         self._log = structlog.get_logger("baton.fleet").bind(engine=engine.name)
@@ -264,9 +266,36 @@ class Supervisor:
         """
         nothing_to_do = {Act.START: (*RUNNING, EngineState.STARTING), Act.STOP: (EngineState.STOPPED,)}
         under_way = self._working is not None and not self._working.done()
-        if self.state in nothing_to_do.get(act, ()) or (under_way and self._act is act):
-            return
-        self._begin(act, drain_s, busy)
+        idle = self.state in nothing_to_do.get(act, ()) or (under_way and self._act is act)
+        if not idle or self._next is not None:
+            self._begin(act, drain_s, busy)
+
+    def launch(self) -> asyncio.Task[None]:
+        """Start an engine that was added, and supervise it; returns the task, which never fails."""
+        return self._begin(Act.START, 0, lambda: False)
+
+    def retire(self, drain_s: float, busy: Callable[[], bool]) -> asyncio.Task[None]:
+        """Stop an engine that was removed; returns the task, which never fails."""
+        self._next = None
+        return self._begin(Act.STOP, drain_s, busy)
+
+    @property
+    def latest(self) -> Engine:
+        """The engine, or the one that takes its place once its requests have ended."""
+        return self._next or self.engine
+
+    def replace(self, engine: Engine, drain_s: float, busy: Callable[[], bool], *, on_demand: bool) -> None:
+        """Put another engine in the place of this one, once its requests have ended.
+
+        One that an operator stopped stays stopped, and one on demand is loaded by the next request. Arguments
+        as for `operate`.
+        """
+        self._next = engine
+        stopped = self._operated in (EngineState.STOPPING, EngineState.STOPPED) and self._act is Act.STOP
+        if on_demand and not stopped:
+            self.unload(drain_s, busy)
+        else:
+            self._begin(Act.STOP if stopped else Act.RESTART, drain_s, busy)
 
     def on_demand(self) -> None:
         """Leave the engine down until `load`, as one on demand begins; one that failed or was stopped too."""
@@ -305,7 +334,7 @@ class Supervisor:
 
     def _begin(
         self, act: str, drain_s: float, busy: Callable[[], bool], within_s: float | None = None
-    ) -> None:
+    ) -> asyncio.Task[None]:
         if self._working is not None:
             self._working.cancel()
             self._past.add(self._working)
@@ -314,6 +343,7 @@ class Supervisor:
         self._working = asyncio.create_task(
             self._operate(act, drain_s, busy, within_s), name=f"{act}-{self.engine.name}", context=Context()
         )
+        return self._working
 
     async def _operate(
         self, act: str, drain_s: float, busy: Callable[[], bool], within_s: float | None
@@ -322,10 +352,13 @@ class Supervisor:
         await _ended(past)
         self._past -= past
         try:
-            if act not in (Act.START, LOAD):
+            if act not in (Act.START, LOAD) or self._next is not None:
                 self._now(EngineState.UNLOADING if act == UNLOAD else EngineState.STOPPING)
                 await self._drained(drain_s, busy)
                 await self._stop()
+                if self._next is not None:
+                    self.engine, self._next = self._next, None
+                    self._tokens.clear()
                 self._now(EngineState.UNLOADED if act == UNLOAD else EngineState.STOPPED)
             if act in (Act.STOP, UNLOAD):
                 return
@@ -478,6 +511,8 @@ async def _ended(work: Collection[asyncio.Future[Any]]) -> None:
         raise cancelled
 
 
+Build = Callable[[Settings, Collection[str]], list[Engine]]
+"""Builds engines of other settings, by name, without starting them; it blocks. Raises `OperatorError`."""
 FleetReport = Callable[[str, str], None]
 """Called with an engine's name and the phase its start is in; the last phase is `UP`."""
 UP = "ready"
@@ -510,7 +545,10 @@ class Fleet:
         supervision: when an engine counts as hung, and how often it is restarted.
         shared_registries: registries of metrics that belong to no single engine.
         at_once: how many engines may start at the same time.
+        build: builds further engines; None: the fleet stays as it is.
+        settle: called with the supervisors of all engines when these have changed.
         on_demand: loads and unloads some of them; None: all run always.
+        budget: makes what shares the budget of the engines of other settings; it blocks.
         settings: the engines', of which groups and fallbacks are read.
 
     Attributes:
@@ -528,43 +566,124 @@ class Fleet:
         supervision: SupervisionSettings | None = None,
         shared_registries: tuple[CollectorRegistry, ...] = (),
         at_once: int = 1,
+        build: Build | None = None,
+        settle: Callable[[Sequence[Supervisor]], None] = lambda _supervisors: None,
         on_demand: OnDemand | None = None,
+        budget: Callable[[Settings], OnDemand | None] = lambda _settings: None,
         settings: Sequence[EngineSettings] = (),
     ) -> None:
         self.metrics = metrics or GatewayMetrics()
-        supervision = supervision or SupervisionSettings()
-        turn = asyncio.Semaphore(at_once)
+        self.build, self.budget, self._settle = build, budget, settle
+        self._supervision = supervision or SupervisionSettings()
+        self._turn = asyncio.Semaphore(at_once)
         self.events = Events(self.metrics.events)
-        self._supervisors = {
-            engine.name: Supervisor(
-                engine,
-                supervision,
-                turn,
-                self.metrics,
-                tell=partial(self._tell, engine.name),
-                lost=self._one_lost,
-            )
-            for engine in engines
-        }
-        aliases = {alias: engine.name for engine in engines for alias in engine.aliases}
-        self._groups: dict[str, list[str]] = {}
-        for each in settings:
-            if each.group is not None:
-                self._groups.setdefault(each.group, []).append(each.name)
-        self._fallbacks = {each.name: each.fallback for each in settings if each.fallback}
-        self._aliases = {alias: name for alias, name in aliases.items() if "*" not in alias}
-        self._patterns = {alias: name for alias, name in aliases.items() if "*" in alias}
+        self._supervisors = {engine.name: self._supervised(engine) for engine in engines}
+        self._leaving: dict[str, tuple[Supervisor, asyncio.Task[None]]] = {}
         self._loading: set[str] = set()  # names of adapters
         self._shared_registries = shared_registries
         self._watching: asyncio.Task[None] | None = None
         self._coming: asyncio.Task[None] | None = None
         self._started = False
         self.lost = asyncio.Event()
-        self.on_demand = on_demand or OnDemand(OnDemandSettings(), supervision, {}, {})
+        self.on_demand = on_demand or OnDemand(OnDemandSettings(), self._supervision, {}, {})
         self.on_demand.bind(self._supervisors, self.metrics.on_demand)
         for name, supervisor in self._supervisors.items():
             if name in self.on_demand:
                 supervisor.on_demand()
+        self._take_names(settings)
+
+    def _supervised(self, engine: Engine) -> Supervisor:
+        return Supervisor(
+            engine,
+            self._supervision,
+            self._turn,
+            self.metrics,
+            tell=partial(self._tell, engine.name),
+            lost=self._one_lost,
+        )
+
+    def _take_names(self, settings: Sequence[EngineSettings]) -> None:
+        """Take the words that requests may use for engines, and where requests go on."""
+        self._groups: dict[str, list[str]] = {}
+        for each in settings:
+            if each.group is not None:
+                self._groups.setdefault(each.group, []).append(each.name)
+        self._fallbacks = {each.name: each.fallback for each in settings if each.fallback}
+        engines = [supervisor.latest for supervisor in self._supervisors.values()]
+        aliases = {alias: engine.name for engine in engines for alias in engine.aliases}
+        self._aliases = {alias: name for alias, name in aliases.items() if "*" not in alias}
+        self._patterns = {alias: name for alias, name in aliases.items() if "*" in alias}
+        self._settle([*self._supervisors.values()])
+
+    def change(
+        self,
+        settings: Sequence[EngineSettings],
+        built: Sequence[Engine],
+        on_demand: OnDemand | None,
+        drain_s: float,
+        busy: Callable[[Supervisor], bool],
+        gone: Callable[[str], None],
+    ) -> None:
+        """Have these engines from now on; those whose settings are the same notice nothing.
+
+        What is removed or replaced takes no further requests, and ends once those that run have ended.
+
+        Args:
+            settings: of all engines, in their order.
+            built: those that are new, and those that take another one's place.
+            on_demand: made of these settings: what it says of each engine's memory is in force from now on.
+            drain_s: seconds that running requests get.
+            busy: returns whether there are requests for an engine that have not ended.
+            gone: called with the name of an engine that was removed, once it has ended.
+        """
+        before = self._supervisors
+        came = {name for name in before if name in self.on_demand}
+        new = {engine.name: engine for engine in built}
+        self._supervisors = {
+            each.name: before.get(each.name) or self._supervised(new[each.name]) for each in settings
+        }
+        self._change_budget(on_demand)
+        for each in settings:
+            supervisor = self._supervisors[each.name]
+            comes = each.name in self.on_demand
+            if each.name not in before:
+                self._launch(each.name, supervisor)
+            elif each.name in new:
+                supervisor.replace(new[each.name], drain_s, partial(busy, supervisor), on_demand=comes)
+            elif each.name in came and not comes and supervisor.state not in (*RUNNING, EngineState.STOPPED):
+                supervisor.launch()
+            for engine in {id(one): one for one in (supervisor.engine, supervisor.latest)}.values():
+                engine.rename(each.aliases, default=each.default)
+        for name in before.keys() - self._supervisors.keys():
+            supervisor = before[name]
+            ended = supervisor.retire(drain_s, partial(busy, supervisor))
+            left = asyncio.create_task(self._left(name, ended, gone), name=f"remove-{name}")
+            self._leaving[name] = supervisor, left
+        self._take_names(settings)
+
+    def _change_budget(self, on_demand: OnDemand | None) -> None:
+        """Share the budget by other terms, and begin to where nothing was on demand before."""
+        self.on_demand.change(on_demand, self._supervisors)
+        if self.on_demand.any and self._coming is None:
+            self._coming = asyncio.create_task(self.on_demand.run(), name="fleet-on-demand")
+
+    def _launch(self, name: str, supervisor: Supervisor) -> None:
+        """Start an engine that was added, after one of its name that has not ended yet."""
+        if name in self._leaving:
+            self._leaving[name][1].add_done_callback(lambda _: self._launch(name, supervisor))
+        elif self._supervisors.get(name) is supervisor:  # it was not removed meanwhile
+            if name in self.on_demand:
+                supervisor.on_demand()
+            else:
+                supervisor.launch()
+
+    async def _left(self, name: str, ended: asyncio.Task[None], gone: Callable[[str], None]) -> None:
+        """Forget an engine that was removed, once it has ended."""
+        await asyncio.wait([ended])
+        del self._leaving[name]
+        if name not in self._supervisors:
+            self.metrics.engines.forget(name)
+            gone(name)
 
     @property
     def engines(self) -> tuple[Engine, ...]:
@@ -574,6 +693,12 @@ class Fleet:
     def here(self) -> tuple[LocalEngine, ...]:
         """The engines that run here."""
         return tuple(engine for engine in self.engines if engine.forwarding is None)
+
+    @property
+    def latest_here(self) -> list[LocalEngine]:
+        """The engines that run here, or will once they have taken another one's place."""
+        latest = (supervisor.latest for supervisor in self._supervisors.values())
+        return [engine for engine in latest if engine.forwarding is None]
 
     @property
     def names(self) -> list[str]:
@@ -649,12 +774,12 @@ class Fleet:
         for name, supervisor in self._supervisors.items():
             if name not in self.on_demand:
                 supervisor.keep()
-        if self.on_demand.any:
+        if self.on_demand.any and self._coming is None:
             self._coming = asyncio.create_task(self.on_demand.run(), name="fleet-on-demand")
 
     async def _watch(self) -> None:
         while True:
-            for name, supervisor in self._supervisors.items():
+            for name, supervisor in list(self._supervisors.items()):
                 try:
                     supervisor.look()
                 except Exception as error:  # the border of a background task, which goes on
@@ -664,7 +789,8 @@ class Fleet:
     def _tell(self, name: str, state: EngineState, why: str | None) -> None:
         self.on_demand.changed(name)
         if state in (EngineState.UNLOADED, EngineState.UNLOADING):  # why is known now
-            why = self._supervisors[name].why
+            supervisor = self._supervisors.get(name)
+            why = supervisor.why if supervisor is not None else why
         self.events.tell_all("engine.state", {"engine": name, "state": state.value, "why": why})
 
     def _one_lost(self) -> None:
@@ -690,8 +816,10 @@ class Fleet:
         for watch in watches:
             watch.cancel()
         await asyncio.gather(*watches, return_exceptions=True)
-        await asyncio.gather(*(supervisor.close() for supervisor in self._supervisors.values()))
-        await asyncio.gather(*(engine.stop() for engine in self.engines))
+        supervisors = [*self._supervisors.values(), *(each for each, _ in self._leaving.values())]
+        await asyncio.gather(*(supervisor.close() for supervisor in supervisors))
+        await asyncio.gather(*(left for _, left in self._leaving.values()))
+        await asyncio.gather(*(supervisor.engine.stop() for supervisor in supervisors))
 
     def operate(self, name: str, act: Act, drain_s: float, busy: Callable[[], bool]) -> Supervisor:
         """Begin an operator's act; an engine on demand is started in its turn, once there is room.
@@ -813,10 +941,13 @@ class Fleet:
             raise InvalidRequest(f"'model' must name one of: {', '.join(self.served)}.", param="model")
         return model
 
-    def cards(self, *, pools: bool = True) -> list[Json]:
+    def cards(
+        self, may: Callable[[Engine], bool] = lambda _engine: True, *, pools: bool = True
+    ) -> list[Json]:
         """List the models of all engines as `/v1/models` does, and the groups; of engines on demand say so.
 
         Args:
+            may: returns whether an engine is listed.
             pools: whether those that pool are listed too.
         """
         found = []
@@ -824,7 +955,7 @@ class Fleet:
             more: Json = {}
             if name in self.on_demand:
                 more = {"start": "on_demand", "loaded": supervisor.state is EngineState.READY}
-            if pools or supervisor.engine.generates:
+            if may(supervisor.engine) and (pools or supervisor.engine.generates):
                 found += [card | more for card in supervisor.engine.cards()]
         for group, members in self._groups.items():
             cards = [card for name in members for card in found if card["id"] == name]

@@ -203,29 +203,59 @@ class OnDemand:
     def bind(self, served: Mapping[str, Served], metrics: OnDemandMetrics) -> None:
         """Connect it with the engines' supervisors, before they are started."""
         self._metrics = metrics
+        self._take(served)
+
+    def change(self, other: OnDemand | None, served: Mapping[str, Served]) -> None:
+        """Take the terms and the budget of another one.
+
+        Who uses an engine that stays, or waits for it, still does.
+
+        Args:
+            other: made of other settings; None: nothing is on demand by these.
+            served: the supervisors of all engines of these settings.
+        """
+        self._terms = dict(other._terms) if other is not None else {}
+        self._budget = dict(other._budget) if other is not None else {}
+        for name in [name for name in self._residents if not self.any or name not in self._terms]:
+            gone = self._residents.pop(name)
+            self._turns.pop(name, None)
+            self._fail(gone, None)
+            self._metrics.forget(name)
+        self._take(served)
+        for resident in self._residents.values():
+            if resident.waiting:  # whose engine may have been replaced as it came
+                self._turns.setdefault(resident.name)
+        self._wake.set()
+
+    def _take(self, served: Mapping[str, Served]) -> None:
+        """Have each engine of the terms in the budget."""
         if not self.any:
             return
         for name, terms in self._terms.items():
-            queue = FairQueue(QueueLimits(terms.waiting, waiting=0), _too_many)
-            self._residents[name] = Resident(
-                name, terms, served[name], queue, dict(terms.need), terms.source, used_at=self._clock()
-            )
-            metrics.memory.labels(name).set_function(partial(self._held, name))
+            if (known := self._residents.get(name)) is not None:
+                known.terms, known.source, known.need = terms, terms.source, dict(terms.need)
+                known.measured_at = -math.inf
+            else:
+                queue = FairQueue(QueueLimits(terms.waiting, waiting=0), _too_many)
+                self._residents[name] = Resident(
+                    name, terms, served[name], queue, dict(terms.need), terms.source, used_at=self._clock()
+                )
+            self._metrics.memory.labels(name).set_function(partial(self._held, name))
             if terms.on_demand:
                 for outcome in ("ready", "failed"):
-                    metrics.loads.labels(name, outcome)
+                    self._metrics.loads.labels(name, outcome)
                 for reason in ("idle", "room", "budget"):
-                    metrics.unloads.labels(name, reason)
-                metrics.waiting.labels(name).set_function(partial(self._waiting, name))
+                    self._metrics.unloads.labels(name, reason)
+                self._metrics.waiting.labels(name).set_function(partial(self._waiting, name))
         for place, size in self._budget.items():
-            metrics.budget.labels(place).set(size)
+            self._metrics.budget.labels(place).set(size)
 
     def _held(self, name: str) -> int:
-        resident = self._residents[name]
-        return sum(resident.need.values()) if resident.holds else 0
+        resident = self._residents.get(name)
+        return sum(resident.need.values()) if resident is not None and resident.holds else 0
 
     def _waiting(self, name: str) -> int:
-        return len(self._residents[name].waiting)
+        return len(self._residents[name].waiting) if name in self._residents else 0
 
     # What requests and operators ask.
 

@@ -15,6 +15,7 @@
     │   ├── Unauthorized             401 invalid_api_key
     │   ├── OriginNotAllowed         403 origin_not_allowed
     │   ├── OperatorKeyNeeded        403 operator_key_needed
+    │   ├── ModelNotAllowed          403 model_not_allowed
     │   ├── NotFound                 404 not_found
     │   │   ├── ModelNotFound        404 model_not_found
     │   │   ├── HandoffNotFound      404 handoff_not_found
@@ -32,7 +33,9 @@
     │   ├── HostNotAllowed           421 host_not_allowed
     │   ├── Unprocessable            422 unprocessable
     │   ├── HeadersTooLarge          431 headers_too_large
+    │   ├── SettingsRefused          422 settings_refused
     │   ├── RateLimited              429 rate_limited            (retryable)
+    │   │   └── BudgetSpent          429 budget_spent            (retryable)
     │   ├── RemoteRefusal            400 remote_refusal          (or another server's own status and code)
     │   └── PluginRefusal            400 plugin_refusal          (or the plugin's own status and code)
     ├── ServerError                  5xx: the gateway or an engine is at fault
@@ -49,6 +52,7 @@
     │   ├── TooManyConnections       503 too_many_connections  (retryable)
     │   ├── GatewayOverloaded        503 gateway_overloaded    (retryable)
     │   ├── HandoffStoreUnavailable  503 handoff_store_unavailable (retryable)
+    │   ├── UsageUnavailable         503 usage_unavailable     (retryable)
     │   ├── PluginBusy               503 plugin_busy           (retryable) or the plugin's own code
     │   ├── RemoteBusy               503 remote_busy           (retryable) or 429, or another's own code
     │   ├── RemoteTimeout            504 remote_timeout
@@ -250,6 +254,15 @@ class OperatorKeyNeeded(ClientError):
     )
 
 
+class ModelNotAllowed(ClientError):
+    """The key names models, and the request's is none of them."""
+
+    code = "model_not_allowed"
+    status = 403
+    kind = "permission_error"
+    default_message = "This key may not use this model."
+
+
 class NotFound(ClientError):
     code = "not_found"
     status = 404
@@ -377,6 +390,19 @@ class RateLimited(ClientError):
     default_message = "Too many requests; try again after the number of seconds in 'Retry-After'."
 
 
+class BudgetSpent(RateLimited):
+    """The key has used the tokens of its day or its month; `budget` says which, and when it begins anew."""
+
+    code = "budget_spent"
+
+
+class SettingsRefused(ClientError):
+    """The settings were to be read again, and are not valid, or ask for what needs a restart to begin."""
+
+    code = "settings_refused"
+    status = 422
+
+
 class RemoteRefusal(ClientError):
     """The server that the request was sent on to refuses it; the client gets that server's error."""
 
@@ -463,6 +489,13 @@ class HandoffStoreUnavailable(ServerError):
     status = 503
     retryable = True
     default_message = "The shared store of handoffs does not answer; try again shortly."
+
+
+class UsageUnavailable(ServerError):
+    code = "usage_unavailable"
+    status = 503
+    retryable = True
+    default_message = "The usage cannot be read or written now; try again shortly."
 
 
 class RemoteFailed(ServerError):

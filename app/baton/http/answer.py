@@ -26,13 +26,16 @@ from baton.errors import (
     RemoteBusy,
     RemoteFailed,
 )
-from baton.http.body.fields import ARGUMENTS, check_field_limits, strip_arguments, strip_steering
+from baton.http.body.fields import ARGUMENTS, check_field_limits, order_of, strip_arguments, strip_steering
 from baton.http.body.json import is_small
 from baton.http.body.schemas import TOOLS, require_moderate
 from baton.http.elsewhere_body import prepare_forwarded
 from baton.http.request import (
     Gateway,
+    allowed,
+    begin_usage,
     context_of,
+    counted_for,
     gateway_of,
     in_a_thread,
     off_the_loop,
@@ -82,6 +85,7 @@ async def engage(request: Request, model: object, *, pools: bool = False, falls_
     """
     state, gateway, lost = state_of(request.scope), gateway_of(request), None
     choices = gateway.fleet.choices(model, pools=pools, load=gateway.admission.requests)
+    choices = allowed(request, model, choices)
     for choice in choices:
         if lost is not None and not (falls_back or gateway.fleet.in_group(model, choice[0])):
             break
@@ -93,6 +97,7 @@ async def engage(request: Request, model: object, *, pools: bool = False, falls_
         if lost is not None and not gateway.fleet.in_group(model, choice[0]):
             state.context.answer_headers[FALLBACK_HEADER] = engine.name
             _count_fallback(gateway, choices[0], engine, lost)
+        begin_usage(request, engine)
         return engine
     assert lost is not None
     raise lost
@@ -110,7 +115,8 @@ async def take_place(request: Request, engine: Engine) -> Ticket:
         EngineOverloaded: too many requests wait already, or the wait took too long.
     """
     state = state_of(request.scope)
-    await gateway_of(request).admission.enter(state.ticket, state.context.tenant, engine.base)
+    admission = gateway_of(request).admission
+    await admission.enter(state.ticket, state.context.tenant, engine.base, state.order)
     return state.ticket
 
 
@@ -129,7 +135,12 @@ async def check(request: Request, body: dict[str, Any]) -> None:
 
 
 def strip(request: Request, body: dict[str, Any]) -> None:
-    """Drop the fields that would steer an engine, and count them."""
+    """Drop the fields that would steer an engine, and count them; one of them orders the tenant's requests.
+
+    Raises:
+        InvalidRequest: `priority` is no whole number.
+    """
+    state_of(request.scope).order = order_of(body)
     for field in strip_steering(body):
         gateway_of(request).metrics.stripped.labels(field).inc()
 
@@ -145,10 +156,11 @@ async def operate(
     """Answer a request that was admitted and whose body has been read; see `_respond`."""
     gateway = gateway_of(request)
     await check(request, body)
-    load, maker = gateway.admission.requests, None
-    choices = gateway.fleet.choices(body.get("model"), pools=operation.pools, load=load)
+    load, maker, asked = gateway.admission.requests, None, body.get("model")
+    choices = gateway.fleet.choices(asked, pools=operation.pools, load=load)
     if len(choices) > 1 and (maker := await _maker(request, gateway, body)) is not None:
-        choices = gateway.fleet.choices(body.get("model"), pools=operation.pools, load=load, maker=maker)
+        choices = gateway.fleet.choices(asked, pools=operation.pools, load=load, maker=maker)
+    choices = allowed(request, asked, choices)
     work = _tried(request, gateway, choices, operation, body, finish, media=media)
     if body.get("stream") is True and gateway.fleet.comes(choices):
         work = _kept_alive(gateway, work)
@@ -189,7 +201,7 @@ async def _tried(
             left["model"], headers[FALLBACK_HEADER] = word, supervisor.engine.name
         try:
             engine = await gateway.fleet.engage(choice, state.context.tenant, state.ticket)
-            state.model = engine.name
+            begin_usage(request, engine)
             held = media or bool(engine.images.texts)  # whose placeholders no text may hold
             response = await _respond(request, gateway, engine, operation, left, finish, media=held)
         except (EngineUnavailable, EngineOverloaded, RemoteFailed, RemoteBusy) as error:
@@ -232,7 +244,8 @@ async def ask(request: Request, engine: Engine, operation: Operation, body: dict
     """
     gateway = gateway_of(request)
     await check(request, body)
-    return await _respond(request, gateway, engine, operation, body)
+    with counted_for(request, engine):
+        return await _respond(request, gateway, engine, operation, body)
 
 
 async def _respond(
@@ -256,8 +269,10 @@ async def _respond(
     context = state.context
     asked = body.get("model")
     context.model = asked or engine.name
-    if asked not in gateway.fleet.served or gateway.fleet.is_group(asked):  # none, or one that a pattern fits
-        body["model"] = engine.name
+    if (
+        engine.forwarding is None or asked not in gateway.fleet.served or gateway.fleet.is_group(asked)
+    ):  # none, or one that only a pattern fits
+        body["model"] = engine.name  # vLLM knows the names that the engine had at its start
     if operation.generates:
         context.cuts_max_tokens = gateway.settings.limits.cut_max_tokens
         await _require_moderate(request, gateway, engine, operation, body)

@@ -20,7 +20,7 @@ from baton.engines.engine import Engine
 from baton.errors import BatonError, GenerationFailed, InvalidRequest, OperationUnsupported
 from baton.http.answer import ask, engage
 from baton.http.error_body import error_body
-from baton.http.request import Gateway, in_a_thread, state_of
+from baton.http.request import allowed, gateway_of, in_a_thread, state_of
 from baton.pooling.plugin import Description
 
 FIELD = "follow_up"
@@ -62,7 +62,7 @@ def refuse_old_name(body: Json) -> None:
         raise InvalidRequest(f"'{OLD_FIELD}' is called '{FIELD}' now: rename the field.", param=OLD_FIELD)
 
 
-def take_follow_up(gateway: Gateway, body: Json) -> FollowUp | None:
+def take_follow_up(request: Request, body: Json) -> FollowUp | None:
     """Remove the `follow_up` field from a body and check it.
 
     Returns:
@@ -80,8 +80,9 @@ def take_follow_up(gateway: Gateway, body: Json) -> FollowUp | None:
     if not isinstance(given, dict):
         raise InvalidRequest(f"'{FIELD}' must be an object: the body of a chat request.", param=FIELD)
     _require_chat(given)
-    choices = gateway.fleet.choices(given["model"])
-    engine = choices[0][0].engine if gateway.fleet.comes(choices) else gateway.fleet.pick(given["model"])
+    fleet = gateway_of(request).fleet
+    choices = allowed(request, given["model"], fleet.choices(given["model"]))
+    engine = choices[0][0].engine if fleet.comes(choices) else fleet.pick(given["model"])
     if engine.forwarding is None and engine.plugin is not None:
         raise OperationUnsupported(
             f"'{FIELD}.model' must name a chat model: '{engine.name}' belongs to the plugin "

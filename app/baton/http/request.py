@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -12,13 +12,23 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 from starlette.types import Scope, Send
 
-from baton.admission.fair_queue import QueueLimits, watched_queue
+from baton.admission.api_keys import StoredKey
+from baton.admission.fair_queue import USUAL, Order, QueueLimits, watched_queue
 from baton.admission.fair_threads import FairThreads
 from baton.admission.tenants import Admission, Ticket
+from baton.admission.usage import Usage
 from baton.config.groups import LimitSettings
 from baton.config.settings import Settings
-from baton.engines.fleet import Fleet
-from baton.errors import BatonError, GatewayOverloaded, OperatorKeyNeeded, UnsupportedMediaType
+from baton.engines.engine import Engine
+from baton.engines.fleet import Choice, Fleet
+from baton.errors import (
+    LONGEST_WORD,
+    BatonError,
+    GatewayOverloaded,
+    ModelNotAllowed,
+    OperatorKeyNeeded,
+    UnsupportedMediaType,
+)
 from baton.http.body.json import is_small, parse_object
 from baton.http.body.trial import TrialCompiler
 from baton.images.reader import ImageReader
@@ -27,6 +37,7 @@ from baton.pooling.run import Pooling
 from baton.relay.door import Relay
 from baton.responses.service import StoredResponses
 from baton.telemetry.ids import RequestContext
+from baton.telemetry.logs import AuditLog
 from baton.telemetry.metrics import GatewayMetrics, QueueMetrics
 
 # Recognise the media types of request bodies.
@@ -60,7 +71,7 @@ class RequestState:
 
     Attributes:
         ticket: the places that it holds in the admission queues.
-        key_id: id of the key that it came with; empty: there are no keys.
+        key: what is stored of the key that it came with; None: there are no keys.
         head: whether it is a `HEAD` request, whose content is left out.
         model: name of the engine that answers it; None until one is picked.
         error_code: code of the error that it was answered with, if any.
@@ -69,11 +80,16 @@ class RequestState:
         send: sends ASGI messages to the server, past all middleware.
         operator: its key is an operator's; without keys, it came from this machine.
         valid: returns whether its key is still one.
+        order: its place among its tenant's own requests.
+        used: whether an engine was picked for it, so that it counts as usage.
+        counted: its prompt tokens and generated tokens that are counted already.
+        act: what an operator does by it, such as `engine.stop`: a line of the audit log.
+        what: what that is done to, where its path does not say it.
     """
 
     context: RequestContext
     ticket: Ticket = field(default_factory=Ticket)
-    key_id: str = ""
+    key: StoredKey | None = None
     head: bool = False
     model: str | None = None
     error_code: str | None = None
@@ -82,6 +98,30 @@ class RequestState:
     send: Send | None = None
     operator: bool = False
     valid: Callable[[], bool] = lambda: True
+    order: Order = USUAL
+    used: bool = False
+    counted: tuple[int, int] = (0, 0)
+    act: str | None = None
+    what: str | None = None
+
+    @property
+    def key_id(self) -> str:
+        """The id of its key; empty: there are no keys."""
+        return self.key.id if self.key is not None else ""
+
+    def count(self, usage: Usage, *, requests: int = 0) -> None:
+        """Count the tokens since the last count as its model's."""
+        prompt, generated = self.context.prompt_tokens, self.context.generated_tokens
+        usage.count(
+            self.context.tenant,
+            self.key_id,
+            self.model or "",
+            prompt=prompt - self.counted[0],
+            generated=generated - self.counted[1],
+            failed=requests > 0 and self.error_code is not None,
+            requests=requests,
+        )
+        self.counted = (prompt, generated)
 
     def note(self, error: BatonError) -> None:
         """Note the error that the request is answered with.
@@ -107,13 +147,18 @@ def context_of(request: Request) -> RequestContext:
     return state_of(request.scope).context
 
 
-def require_operator(request: Request) -> None:
-    """Refuse a request that is not an operator's.
+def require_operator(request: Request, act: str) -> None:
+    """Refuse a request that is not an operator's; it is a line of the audit log either way.
+
+    Args:
+        act: what is done, for that line.
 
     Raises:
         OperatorKeyNeeded: its key is another one's, or there are no keys and the port is open to others.
     """
-    if not state_of(request.scope).operator:
+    state = state_of(request.scope)
+    state.act = act
+    if not state.operator:
         raise OperatorKeyNeeded()
 
 
@@ -164,9 +209,18 @@ class Drain:
 # Give every route access to the services of the running gateway.
 
 
-@dataclass(frozen=True)
+Reload = Callable[[], Awaitable[dict[str, Any]]]
+"""Reads the settings again, and returns what changed; raises `SettingsRefused` where nothing did."""
+
+
+@dataclass
 class Gateway:
-    """The services of one gateway, created in `server.create_app`."""
+    """The services of one gateway, created in `server.create_app`.
+
+    Attributes:
+        settings: those in force; a reload puts others in their place.
+        reload: reads the settings again; None: they cannot be while the gateway runs.
+    """
 
     settings: Settings
     fleet: Fleet
@@ -180,6 +234,9 @@ class Gateway:
     images: ImageReader
     body_threads: FairThreads
     compiler: TrialCompiler
+    usage: Usage
+    audit: AuditLog
+    reload: Reload | None = None
 
 
 def gateway_of(request: Request) -> Gateway:
@@ -187,6 +244,76 @@ def gateway_of(request: Request) -> Gateway:
     gateway = request.app.state.gateway
     assert isinstance(gateway, Gateway)
     return gateway
+
+
+def begin_usage(request: Request, engine: Engine) -> None:
+    """Count an engine as what answers a request.
+
+    Raises:
+        BatonError: the key has spent its tokens.
+    """
+    state = state_of(request.scope)
+    gateway_of(request).usage.begin(state.key, state.context)
+    state.model, state.used = engine.name, True
+
+
+def allowed(request: Request, model: object, choices: list[Choice]) -> list[Choice]:
+    """Leave out the engines that a request's key may not use.
+
+    Args:
+        model: what the request asks for: the name of a group will do for its engines.
+
+    Raises:
+        ModelNotAllowed: none is left.
+    """
+    key, fleet = state_of(request.scope).key, gateway_of(request).fleet
+    if key is None:
+        return choices
+    found = [
+        (each, word)
+        for each, word in choices
+        if key.may_use(*_names(each.engine, word), *([str(model)] if fleet.in_group(model, each) else []))
+    ]
+    if not found:
+        raise not_allowed(key, choices[0][1])
+    return found
+
+
+def _names(engine: Engine, word: str) -> tuple[str, ...]:
+    """Return the names of what a word means at an engine: of the engine, or of its adapter."""
+    return (word,) if word in engine.adapters else (engine.name, *engine.aliases)
+
+
+def require_allowed(request: Request, engine: Engine) -> None:
+    """Refuse a model that a request's key may not use.
+
+    Raises:
+        ModelNotAllowed: its key names models, and this is none of them.
+    """
+    key = state_of(request.scope).key
+    if key is not None and not key.may_use(engine.name, *engine.aliases):
+        raise not_allowed(key, engine.name)
+
+
+def not_allowed(key: StoredKey, name: str) -> ModelNotAllowed:
+    """Make the error of a key that names models, none of which has this name."""
+    models = ", ".join(key.models)
+    return ModelNotAllowed(
+        f"This key may not use the model '{name[:LONGEST_WORD]}'; it may use: {models}.", param="model"
+    )
+
+
+@contextlib.contextmanager
+def counted_for(request: Request, engine: Engine) -> Iterator[None]:
+    """Count what is used inside as another model's than the request's own."""
+    state, usage = state_of(request.scope), gateway_of(request).usage
+    state.count(usage)
+    own, state.model = state.model, engine.name
+    try:
+        yield
+    finally:
+        state.count(usage)
+        state.model = own
 
 
 # Read a request's body as JSON; work on large bodies runs in threads.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import os
 import signal
 import socket
 import ssl
@@ -21,7 +22,7 @@ from fastapi import FastAPI
 
 from baton.config.groups import EdgeSettings, TlsSettings
 from baton.config.settings import Settings
-from baton.errors import FleetLost, OperatorError, SettingsError, StartError
+from baton.errors import FleetLost, OperatorError, SettingsError, SettingsRefused, StartError
 from baton.http.middleware.frame import ERROR_WITHIN_S
 from baton.http.protocol import protocol_for
 from baton.http.request import Gateway
@@ -273,12 +274,13 @@ class GatewayServer(_Server):
                 app.state.gateway.metrics,
                 certificate,
                 lifespan="on",
-                timeout_graceful_shutdown=settings.drain_timeout_s + ceil(ERROR_WITHIN_S) + 1,
+                timeout_graceful_shutdown=_graceful_s(settings),
             ),
             settings.edge,
         )
         self._app = app
-        self._settings = settings
+        self._terminal = _has_terminal()
+        self._reloading: asyncio.Task[None] | None = None
         self._on_ready = on_ready
         self.handle_signals = True
         self.failure: OperatorError | None = None
@@ -295,11 +297,35 @@ class GatewayServer(_Server):
         signals = (signal.SIGINT, signal.SIGTERM)
         for number in signals:
             loop.add_signal_handler(number, self.handle_exit, number, None)
+        loop.add_signal_handler(signal.SIGHUP, self._hang_up)
         try:
             yield
         finally:
-            for number in signals:
+            for number in (*signals, signal.SIGHUP):
                 loop.remove_signal_handler(number)
+
+    def _hang_up(self) -> None:
+        """Read the settings again; where the gateway's terminal was closed, end as by SIGTERM."""
+        if self._terminal and not _has_terminal():
+            self.handle_exit(signal.SIGTERM, None)
+        else:
+            self._reloading = asyncio.create_task(self._reload(), name="settings-reload")
+
+    async def _reload(self) -> None:
+        gateway = self._gateway
+        outcome, code = "done", None
+        try:
+            if gateway.reload is not None:
+                await gateway.reload()
+            else:
+                outcome = "refused"
+                self._log.error("settings_not_reloaded", cause="this gateway cannot while it runs")
+        except SettingsRefused as error:  # logged
+            outcome, code = "refused", error.code
+        except Exception as error:  # noqa: BLE001  # the border of a background task
+            self._log.error("settings_reload_failed", exc_info=error)
+            outcome = "failed"
+        gateway.audit.write("settings.reload", what="SIGHUP", outcome=outcome, code=code)
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         """Drain at the first signal; end running requests at the second."""
@@ -309,10 +335,12 @@ class GatewayServer(_Server):
             drain.cut()
             return
         drain.begin()
-        delay = self._settings.drain_delay_s if sig == signal.SIGTERM and self._gateway.fleet.ready else 0.0
-        self._log.info("draining", delay_s=delay, timeout_s=self._settings.drain_timeout_s)
+        settings = self._gateway.settings  # as they are now
+        delay = settings.drain_delay_s if sig == signal.SIGTERM and self._gateway.fleet.ready else 0.0
+        self._log.info("draining", delay_s=delay, timeout_s=settings.drain_timeout_s)
+        self.config.timeout_graceful_shutdown = _graceful_s(settings)
         loop.call_later(delay, setattr, self, "should_exit", True)
-        loop.call_later(delay + self._settings.drain_timeout_s, drain.cut)
+        loop.call_later(delay + settings.drain_timeout_s, drain.cut)
 
     @property
     def _gateway(self) -> Gateway:
@@ -356,6 +384,20 @@ class GatewayServer(_Server):
         if error is not self.failure:
             self._log.error("start_failed", cause=str(error), exc_info=error)
         self.should_exit = True
+
+
+def _graceful_s(settings: Settings) -> int:
+    """Return the seconds after which connections are closed whose requests have not ended."""
+    return settings.drain_timeout_s + ceil(ERROR_WITHIN_S) + 1
+
+
+def _has_terminal() -> bool:
+    """Return whether there is a terminal that may send signals to this process."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
 
 
 def _unexpected_failure() -> StartError:

@@ -10,7 +10,7 @@ from typing import Any
 
 import structlog
 
-from baton.admission.fair_queue import QueueLimits, watched_queue
+from baton.admission.fair_queue import USUAL, Order, QueueLimits, watched_queue
 from baton.config.groups import PoolingSettings
 from baton.engines.backend import Json
 from baton.engines.engine import Engine, LocalEngine, Plugin
@@ -55,6 +55,11 @@ class Pooling:
                 engine, plugin, self.settings, self._metrics, queues=self._queues
             )
         return known
+
+    def remove(self, name: str) -> None:
+        """Close the runner of an engine that was removed, if it has one."""
+        if (runner := self._runners.pop(name, None)) is not None:
+            runner.close()
 
     def close(self) -> None:
         for runner in self._runners.values():
@@ -109,10 +114,10 @@ class Runner:
                 raise PluginTimeout(f"The file had not arrived after {limit:g} seconds.") from None
 
     @contextlib.asynccontextmanager
-    async def _admitted(self, tenant: str) -> AsyncIterator[None]:
+    async def _admitted(self, tenant: str, order: Order) -> AsyncIterator[None]:
         """Hold a place among the running requests; a request is parsed only once it has one."""
         self._processor.require_threads()
-        async with self._places.place(tenant):
+        async with self._places.place(tenant, order=order):
             running = self._metrics.running.labels(self._engine.name)
             running.inc()
             try:
@@ -121,12 +126,19 @@ class Runner:
                 running.dec()
 
     async def run(
-        self, work: Json | Upload, context: RequestContext, *, priority: int = 0, describe: bool = False
+        self,
+        work: Json | Upload,
+        context: RequestContext,
+        *,
+        order: Order = USUAL,
+        priority: int = 0,
+        describe: bool = False,
     ) -> PluginAnswer:
         """Run one request up to its answer.
 
         Args:
             work: the body of a JSON request, or an uploaded file.
+            order: of the request among its tenant's own.
             priority: of its prompts in the engine; lower is sooner.
             describe: whether `PluginAnswer.describe` will be called.
 
@@ -138,7 +150,7 @@ class Runner:
         processor = self._processor.of(context.tenant)
         outcome, limit = "failed", self._settings.time_limit_s
         try:
-            async with self._admitted(context.tenant):
+            async with self._admitted(context.tenant, order):
                 deadline = asyncio.get_running_loop().time() + limit
                 async with asyncio.timeout_at(deadline):
                     output = await self._run(processor, work, context, priority, describe=describe)

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from baton.admission.tenants import Admission, Ticket
+from baton.config.groups import AutomaticMode
 from baton.config.settings import Settings
 from baton.engines.backend import Json, Operation, Reply
 from baton.engines.engine import LocalEngine
@@ -60,6 +61,8 @@ class Relay:
         automatic: chooses handoffs for requests that name none.
         audits: computes some answers again.
         same_store: knows which gateways elsewhere use this one's store.
+        engines: the engines that run here.
+        modes: what is automatic for each engine, by its name.
     """
 
     settings: Settings
@@ -72,6 +75,14 @@ class Relay:
     automatic: AutomaticHandoffs
     audits: Audits
     same_store: SameStore
+    engines: list[LocalEngine]
+    modes: dict[str, AutomaticMode]
+
+    def follow(self, engines: Sequence[LocalEngine], settings: Settings) -> None:
+        """Work with these engines from now on: some came, went, or have other settings."""
+        self.engines[:] = engines
+        self.modes.clear()
+        self.modes.update(_modes(settings))
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -255,12 +266,12 @@ def open_relay(
     Args:
         admission: gives places at the engines to what the relay computes by itself.
     """
-    handoffs, engines, cost = settings.handoffs, fleet.here, LoadCost()
+    handoffs, engines, cost = settings.handoffs, list(fleet.here), LoadCost()
     audits = Audits(handoffs, library, metrics.audits)
     plans = Plans(library, cost, metrics.handoffs, handoffs, audits)
     sources = Sources(library, handoffs.wait_s)
     translations = Translations(engines, library, plans, admission)
-    modes = {engine.name: engine.auto or handoffs.auto for engine in settings.engines}
+    modes = _modes(settings)
     rule = SaveRule(handoffs.auto_min_tokens)
     return Relay(
         settings,
@@ -273,7 +284,13 @@ def open_relay(
         AutomaticHandoffs(library, cost, metrics.handoffs, handoffs, modes, rule, audits),
         audits,
         SameStore(library),
+        engines,
+        modes,
     )
+
+
+def _modes(settings: Settings) -> dict[str, AutomaticMode]:
+    return {engine.name: engine.auto or settings.handoffs.auto for engine in settings.engines}
 
 
 async def complete_with_images(

@@ -10,20 +10,25 @@ processes print is read from a pipe and logged the same way (`EngineOutput`).
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import re
 import secrets
 import sys
 import threading
+import time
 import traceback
 from collections import deque
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any, Literal, TextIO
 
 import structlog
 from structlog.typing import ExcInfo
+
+from baton.errors import SettingsError
 
 VLLM_LINE = re.compile(
     r"^\((?P<process>\w+)[^)]*\) (?P<level>[A-Z]+) [\d-]+ [\d:]+ (?P<place>\[[^]]+\]) ?(?P<text>.*)"
@@ -120,6 +125,64 @@ def show_controls(_logger: Any, _method: str, event: MutableMapping[str, Any]) -
         if isinstance(value, str):
             event[key] = value.translate(CONTROLS)
     return event
+
+
+class AuditLog:
+    """Adds what operators do, and deletions, to a file: a line of JSON each, with nothing of what was said.
+
+    The file is opened for each line, so that it may be moved away at any time, as logrotate does.
+
+    Args:
+        file: the file; None: there is none.
+        lost: called when a line could not be written, which is logged.
+        wall: returns Unix time.
+
+    Raises:
+        SettingsError: the file cannot be written.
+    """
+
+    def __init__(
+        self,
+        file: Path | None,
+        lost: Callable[[], None] = lambda: None,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._file = file.expanduser() if file is not None else None
+        self._lost = lost
+        self._wall = wall
+        if self._file is not None:
+            try:
+                os.close(self._open(self._file))
+            except OSError as error:
+                raise SettingsError(f"auth.audit_file: {self._file}: {error.strerror}") from None
+
+    def write(self, act: str, *, what: str, outcome: str, **who: str | None) -> None:
+        """Add a line.
+
+        Args:
+            act: such as `engine.stop`.
+            what: what it was done to: a path, or a name.
+            outcome: `done`, `refused` or `failed`.
+            who: the tenant, the ids of the key and of the request, an error's code; the user of a command.
+        """
+        if self._file is None:
+            return
+        at = datetime.fromtimestamp(self._wall(), UTC).isoformat(timespec="milliseconds")
+        line = {"at": at.replace("+00:00", "Z"), "act": act, "what": what[:MAX_VALUE], "outcome": outcome}
+        line |= {name: value for name, value in who.items() if value is not None}
+        try:
+            descriptor = self._open(self._file)
+            try:
+                os.write(descriptor, f"{json.dumps(line)}\n".encode())  # at once, whoever else adds lines
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            self._lost()
+            structlog.get_logger("baton.audit").error("audit_line_lost", **line, cause=error.strerror)
+
+    @staticmethod
+    def _open(file: Path) -> int:
+        return os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
 
 class EngineOutput:

@@ -131,7 +131,7 @@ class MemoryWatch:
     """Watches whether there is memory for new work.
 
     Args:
-        reserve: bytes below which no new work is taken.
+        reserve: bytes below which no new work is taken; also an attribute.
 
     Attributes:
         short: whether less than `reserve` is available.
@@ -139,7 +139,7 @@ class MemoryWatch:
 
     def __init__(self, reader: MemoryReader, reserve: int, gauge: Gauge) -> None:
         self._reader = reader
-        self._reserve = reserve
+        self.reserve = reserve
         self._gauge = gauge
         self._log = structlog.get_logger("baton.memory")
         self.short = False
@@ -149,11 +149,11 @@ class MemoryWatch:
         """Measure once."""
         available = self._reader.available()
         self._gauge.set(math.nan if available is None else available)
-        short = available is not None and available < self._reserve
+        short = available is not None and available < self.reserve
         if short and not self.short:
-            self._log.warning("memory_short", available=available, reserve=self._reserve)
+            self._log.warning("memory_short", available=available, reserve=self.reserve)
         elif self.short and not short:
-            self._log.info("memory_short_no_more", available=available, reserve=self._reserve)
+            self._log.info("memory_short_no_more", available=available, reserve=self.reserve)
         self.short = short
 
     async def run(self) -> None:

@@ -433,6 +433,7 @@ class GatewayMetrics(RequestMetrics):
             registry=registry,
         )
         self.tenants = TenantMetrics(registry)
+        self.usage = UsageMetrics(registry)
         self.handoffs = HandoffMetrics(registry)
         self.audits = AuditMetrics(registry)
         self.shared_store = SharedStoreMetrics(registry)
@@ -476,6 +477,29 @@ class TenantMetrics:
             self._tokens.labels(tenant, "generated").inc(generated_tokens)
 
 
+class UsageMetrics:
+    """The series of what is done with usage and settings."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.unwritten = Gauge(
+            "baton_usage_unwritten",
+            "Rows of usage that are counted and not in the file yet; it stays up while the file cannot be "
+            "written.",
+            registry=registry,
+        )
+        self.reloads = Counter(
+            "baton_settings_reloads_total",
+            "Times that the settings were read again, by what came of it.",
+            ("outcome",),
+            registry=registry,
+        )
+        self.unaudited = Counter(
+            "baton_audit_lines_lost_total",
+            "Lines that could not be written to the audit log.",
+            registry=registry,
+        )
+
+
 class FleetMetrics:
     """The series of the engines' states, starts and restarts."""
 
@@ -516,6 +540,11 @@ class FleetMetrics:
             ("engine", "act"),
             registry=registry,
         )
+
+    def forget(self, engine: str) -> None:
+        """Show an engine no longer that was removed; what was counted stays."""
+        for gauge in (self.up, self.state, self.stalled, self.start):
+            gauge.remove_by_labels({"engine": engine})
 
 
 class OnDemandMetrics:
@@ -569,6 +598,11 @@ class OnDemandMetrics:
             ("engine", "to", "reason"),
             registry=registry,
         )
+
+    def forget(self, engine: str) -> None:
+        """Show an engine no longer that is not on demand any more; what was counted stays."""
+        for gauge in (self.memory, self.waiting):
+            gauge.remove_by_labels({"engine": engine})
 
 
 class EventMetrics:

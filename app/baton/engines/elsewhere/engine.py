@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from urllib.parse import urlsplit
 
 import structlog
@@ -37,16 +37,19 @@ PAUSE_S = 0.05
 """Seconds between two looks at least, however many requests fail meanwhile."""
 
 
-def build_remote_engines(settings: Settings, *, tenants: bool) -> list[RemoteEngine]:
+def build_remote_engines(
+    settings: Settings, *, tenants: bool, names: Collection[str] | None = None
+) -> list[RemoteEngine]:
     """Build the engines of the settings that are servers elsewhere, without asking them.
 
     Args:
+        names: of those that are built; None: all.
         tenants: whether several tenants' requests are sent on.
 
     Raises:
         SettingsError: a key or certificates cannot be read.
     """
-    remote = [engine for engine in settings.engines if not engine.own]
+    remote = [each for each in settings.engines if not each.own and (names is None or each.name in names)]
     for engine in remote:
         parts = urlsplit(engine.url or "")
         keyed = engine.remote.key_file is not None or engine.remote.keys_dir is not None
@@ -94,6 +97,9 @@ class RemoteEngine:
         if self._state is EngineState.READY and self._breaker.open:
             return EngineState.UNREACHABLE
         return self._state
+
+    def rename(self, aliases: tuple[str, ...], *, default: bool) -> None:
+        self.aliases, self.default = aliases, default
 
     async def start(self, report: Report) -> None:
         """Look at the server; one that cannot be reached is looked at again until it can."""
@@ -168,7 +174,7 @@ class RemoteEngine:
             "owned_by": "baton",
             "capabilities": [word for word, able in can.items() if able],
         } | self._card
-        return [{"id": name} | told for name in self._settings.names]
+        return [{"id": name} | told for name in (self.name, *self.aliases) if "*" not in name]
 
 
 def _cause(error: BaseException) -> str:

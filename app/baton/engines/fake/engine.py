@@ -162,6 +162,9 @@ class FakeEngine:
         """See `LocalEngine.generates`."""
         return not self.pooling and self.plugin is None
 
+    def rename(self, aliases: tuple[str, ...], *, default: bool) -> None:
+        self.aliases, self.default = aliases, default
+
     async def start(self, report: Report) -> None:
         self.state = EngineState.STARTING
         self.starts += 1

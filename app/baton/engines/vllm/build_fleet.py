@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ from baton.config.groups import CPU_KV_CACHE_BYTES, MIB, EngineSettings
 from baton.config.settings import Settings
 from baton.engines.adapters import Adapter, AdapterInvalid, KeptAdapters, read_adapter
 from baton.engines.engine import Engine
-from baton.engines.fleet import Fleet
+from baton.engines.fleet import Fleet, Supervisor
 from baton.engines.hardware import read_processor
-from baton.engines.on_demand import on_demand_of
+from baton.engines.on_demand import OnDemand, on_demand_of
 from baton.engines.process.fork_server import ForkServer
 from baton.engines.vllm.arguments import processor_dtype
 from baton.engines.vllm.engine import VllmEngine
@@ -39,6 +40,7 @@ def build_fleet(
     last_words: Callable[[], str | None],
     remote: Sequence[Engine] = (),
     server: ForkServer | None = None,
+    rebuild: Callable[[EngineBuilder, Settings, Collection[str]], list[Engine]] | None = None,
 ) -> Fleet:
     """Build the engines of the settings, without starting them.
 
@@ -48,6 +50,7 @@ def build_fleet(
         last_words: returns the cause that a dead engine process printed, if one can be found.
         remote: the engines that are servers elsewhere; they come last.
         server: forks the engines' cores; None: they are spawned.
+        rebuild: builds engines of other settings, when they are read again.
 
     Raises:
         SettingsError: the arguments or options of an engine are invalid.
@@ -55,43 +58,101 @@ def build_fleet(
     if latent := [engine.name for engine in settings.own_engines if engine.latent]:
         most = settings.handoffs.latent_steps_max
         structlog.get_logger("baton.engine").info("latent_steps_allowed", engines=latent, most=most)
-    shares = {} if is_cpu_build() else gpu_shares(settings.own_engines)
-    salt = _tenant_salt() if tenants else lambda _tenant: None
-    starts = Starts(server)
     if server is not None:
         fork_cores()
     if is_cpu_build():
         inspect_models_here()
-    for engine in settings.own_engines:
-        fetch_descriptions(engine, models[engine.name])
-    engines = [
-        VllmEngine(
-            engine,
-            models[engine.name],
-            salt=salt,
-            starts=starts,
-            transfer=transfer_config(settings) if engine.handoff else None,
-            gpu_share=shares.get(engine.name),
-            last_words=last_words,
-            resume_s=settings.supervision.resume_s,
-            adapters=adapters_of(settings, engine),
-        )
-        for engine in settings.own_engines
-    ]
-    for each in engines:
-        each.peers = [other for other in engines if other is not each and other.says_the_same(each)]
-    _log_dtypes(settings, models)
-    fleet = Fleet(
+    builder = EngineBuilder(Starts(server), tenants=tenants, last_words=last_words)
+    engines = builder.build(settings, settings.own_engines, models)
+    return Fleet(
         [*engines, *remote],
         supervision=settings.supervision,
         shared_registries=(REGISTRY,),
         at_once=_starts_at_once(settings, models) if server is not None else 1,
-        on_demand=on_demand_of(settings, shares, lambda each: _bytes_of(each, models[each.name])),
+        build=None if rebuild is None else partial(rebuild, builder),
+        settle=_settle,
+        on_demand=builder.on_demand(settings),
+        budget=builder.on_demand,
         settings=settings.engines,
     )
-    for each in engines:
-        each.returns = fleet.supervisor(each.name).returns
-    return fleet
+
+
+class EngineBuilder:
+    """Builds a gateway's engines, at its start and when its settings are read again.
+
+    Args:
+        tenants: whether several tenants share the engines, so that each gets a prefix cache of its own.
+        last_words: returns the cause that a dead engine process printed, if one can be found.
+    """
+
+    def __init__(self, starts: Starts, *, tenants: bool, last_words: Callable[[], str | None]) -> None:
+        self._starts = starts
+        self._salt = _tenant_salt() if tenants else lambda _tenant: None
+        self._last_words = last_words
+        self._shares: dict[str, float] = {}
+        self._models: dict[str, str] = {}
+
+    def build(
+        self, settings: Settings, chosen: Sequence[EngineSettings], models: Mapping[str, str]
+    ) -> list[VllmEngine]:
+        """Build engines, without starting them.
+
+        Args:
+            chosen: those that are built; the others of the settings stay as they are.
+            models: path of the weights, by the engine's name.
+
+        Raises:
+            SettingsError: arguments or options are invalid, or another engine's share of a GPU would change.
+        """
+        shares = {} if is_cpu_build() else gpu_shares(settings.own_engines)
+        staying = {each.name for each in settings.own_engines} - {each.name for each in chosen}
+        if moved := sorted(name for name in staying if shares.get(name) != self._shares.get(name)):
+            raise SettingsError(
+                f"engines '{moved[0]}': it would have to give up memory of its GPU while it runs: give every "
+                "engine of this GPU a `gpu_share`, or restart the gateway"
+            )
+        for each in chosen:
+            fetch_descriptions(each, models[each.name])
+        built = [
+            VllmEngine(
+                each,
+                models[each.name],
+                salt=self._salt,
+                starts=self._starts,
+                transfer=transfer_config(settings) if each.handoff else None,
+                gpu_share=shares.get(each.name),
+                last_words=self._last_words,
+                resume_s=settings.supervision.resume_s,
+                adapters=adapters_of(settings, each),
+            )
+            for each in chosen
+        ]
+        _log_dtypes(chosen, models)
+        self._shares = shares
+        self._models |= models
+        return built
+
+    def on_demand(self, settings: Settings) -> OnDemand | None:
+        """Make the budget of engines all of which were built; None: none is loaded on demand.
+
+        Raises:
+            SettingsError: one could never be loaded beside those that always run.
+        """
+        shares = {} if is_cpu_build() else gpu_shares(settings.own_engines)
+        return on_demand_of(settings, shares, lambda each: _bytes_of(each, self._models[each.name]))
+
+
+def _settle(supervisors: Sequence[Supervisor]) -> None:
+    """Tell engines here at which others their requests may go on, and whether they come back themselves."""
+    here = []
+    for each in supervisors:
+        if isinstance(each.latest, VllmEngine):
+            each.latest.returns = each.returns
+            here.append(each.latest)
+        if isinstance(each.engine, VllmEngine) and each.engine is not each.latest:
+            each.engine.returns = lambda: False
+    for engine in here:
+        engine.peers = [other for other in here if other is not engine and other.says_the_same(engine)]
 
 
 def adapters_of(settings: Settings, engine: EngineSettings) -> list[Adapter]:
@@ -139,9 +200,9 @@ def _bytes_of(engine: EngineSettings, model: str) -> int:
     return weights + int(engine.kv_cache_memory or CPU_KV_CACHE_BYTES) + 1024 * MIB
 
 
-def _log_dtypes(settings: Settings, models: Mapping[str, str]) -> None:
+def _log_dtypes(engines: Sequence[EngineSettings], models: Mapping[str, str]) -> None:
     """Log which engines compute in float32 because the processor has no bfloat16 instructions."""
-    for engine in settings.own_engines:
+    for engine in engines:
         if dtype := processor_dtype(engine, models[engine.name]):
             structlog.get_logger("baton.engine").info(
                 "dtype_chosen",

@@ -295,16 +295,23 @@ class VllmEngine:
             raise EngineUnavailable()
         return self._running
 
+    def rename(self, aliases: tuple[str, ...], *, default: bool) -> None:
+        self.aliases, self.default = aliases, default
+
     def cards(self) -> list[Json]:
         cards = self._cards or (self._expected_cards() if self._settings.start == "on_demand" else [])
-        base = next((card for card in cards if card["id"] == self.name), {})
-        adapted = ({"id": name, "root": name, "parent": self.name} for name in self.adapters if base)
-        return [*cards, *(base | card for card in adapted)]
+        base = next((card for card in cards if card["id"] == self.name), None)
+        if base is None:
+            return []
+        aliases = ({"id": name} for name in self.aliases if "*" not in name)
+        adapted = ({"id": name, "root": name, "parent": self.name} for name in self.adapters)
+        return [base, *(base | card for card in (*aliases, *adapted))]
 
     def _expected_cards(self) -> list[Json]:
-        """List the models of an engine on demand that was never loaded, as far as the settings tell."""
+        """List the model of an engine on demand that was never loaded, as far as the settings tell."""
         able = {"generate": self.generates, "pooling": not self.generates, "handoffs": self.supports_handoffs}
         card = {
+            "id": self.name,
             "object": "model",
             "created": self._made_at,
             "owned_by": "vllm",
@@ -313,7 +320,7 @@ class VllmEngine:
             "max_model_len": self._settings.args.get("max_model_len"),
             "capabilities": [word for word, can in able.items() if can],
         }
-        return [{"id": name} | card | self._parsers.cards() for name in self._settings.names]
+        return [card | self._parsers.cards()]
 
     async def load_adapter(self, adapter: Adapter) -> None:
         held = self._require_running().adapters

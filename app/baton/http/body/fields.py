@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from baton.admission.fair_queue import Order
 from baton.config.groups import LimitSettings
 from baton.errors import InvalidRequest
 from baton.http.body.schemas import check_schema, tool_holders
@@ -36,6 +37,24 @@ def strip_steering(body: dict[str, Any]) -> list[str]:
     if isinstance(extra, dict):
         stripped += [key for key in STEERING_KEYS if extra.pop(key, None) is not None]
     return stripped
+
+
+TIERS = {"priority": -1, "flex": 1}
+"""Values of `service_tier` by which a request goes before its tenant's other requests, or after them."""
+
+
+def order_of(body: Mapping[str, Any]) -> Order:
+    """Return where a request stands among its tenant's own, by `service_tier` and then by vLLM's `priority`.
+
+    Raises:
+        InvalidRequest: `priority` is no whole number of 64 bits.
+    """
+    tier, priority = body.get("service_tier"), body.get("priority")
+    if priority is None:
+        priority = 0
+    if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
+        raise InvalidRequest("'priority' must be a whole number of 64 bits.", param="priority")
+    return TIERS.get(tier, 0) if isinstance(tier, str) else 0, priority
 
 
 def strip_arguments(body: dict[str, Any], allowed: Collection[str]) -> int:

@@ -79,14 +79,19 @@ class TrialCompiler:
     """
 
     def __init__(self, limits: LimitSettings, metrics: QueueMetrics) -> None:
-        installed = importlib.util.find_spec("xgrammar") is not None  # not beside servers elsewhere alone
-        self._seconds = limits.schema_s if installed else 0.0
         self._verdicts: OrderedDict[bytes, tuple[bool, float]] = OrderedDict()
+        self.limit(limits)
         self._under_way: dict[bytes, asyncio.Lock] = {}
         places = QueueLimits(PLACES, waiting=WAITING, wait_s=WAIT_S)
         self._queue = watched_queue(places, lambda _: _busy(), metrics, "schemas")
         self._starting = asyncio.Lock()
         self._server: _CompileServer | None = None
+
+    def limit(self, limits: LimitSettings) -> None:
+        """Set the limits, also of a compiler in use: what was tried within others is tried again."""
+        installed = importlib.util.find_spec("xgrammar") is not None  # not beside servers elsewhere alone
+        self._seconds = limits.schema_s if installed else 0.0
+        self._verdicts.clear()
 
     def close(self) -> None:
         """Stop the compile server and its children."""

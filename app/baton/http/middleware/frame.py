@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Sequence
+from functools import partial
 from http import HTTPStatus
 
 import structlog
@@ -17,6 +18,7 @@ from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from structlog.contextvars import bind_contextvars
 
+from baton.admission.usage import Usage
 from baton.errors import (
     BatonError,
     InternalError,
@@ -28,7 +30,8 @@ from baton.errors import (
 )
 from baton.http.error_body import error_event, error_response
 from baton.http.request import Drain, RequestState
-from baton.telemetry.ids import RequestContext, context_from_headers
+from baton.telemetry.ids import NO_TENANT, RequestContext, context_from_headers
+from baton.telemetry.logs import AuditLog
 from baton.telemetry.metrics import NOBODY, OTHER, GatewayMetrics
 
 # Turn exceptions into error responses. `baton.errors` has the exceptions, `error_body` their JSON shape.
@@ -186,9 +189,18 @@ class RequestContextMiddleware:
     """
 
     def __init__(
-        self, app: ASGIApp, *, metrics: GatewayMetrics, routes: Sequence[BaseRoute], unidentified: str
+        self,
+        app: ASGIApp,
+        *,
+        metrics: GatewayMetrics,
+        usage: Usage,
+        audit: AuditLog,
+        routes: Sequence[BaseRoute],
+        unidentified: str,
     ) -> None:
         self._app = app
+        self._usage = usage
+        self._audit = audit
         self._unidentified = unidentified
         self._metrics = metrics
         plain = [route for route in routes if isinstance(route, Route)]
@@ -235,6 +247,10 @@ class RequestContextMiddleware:
         self._metrics.requests.labels(route, method, code_class).inc()
         self._metrics.duration.labels(route).observe(seconds)
         self._count_tenant(context, route, code_class)
+        if state.used:
+            state.ticket.after(partial(self._count_used, state))
+        if state.act is not None or (method == "DELETE" and route != OTHER and context.tenant != NO_TENANT):
+            self._write_audit(scope, state, status)
         if state.error_reason is not None:
             self._metrics.rejections.labels(state.error_reason).inc()
         line = {
@@ -251,6 +267,22 @@ class RequestContextMiddleware:
         }
         log = self._log.debug if route in PROBES else self._log.info
         log("request", **{key: value for key, value in line.items() if value is not None})
+
+    def _count_used(self, state: RequestState) -> None:
+        state.count(self._usage, requests=1)
+        self._usage.end(state.key_id, state.context)
+
+    def _write_audit(self, scope: Scope, state: RequestState, status: int) -> None:
+        outcome = "done" if 0 < status < 400 else "refused" if 400 <= status < 500 else "failed"
+        self._audit.write(
+            state.act or "delete",
+            what=state.what or scope["path"],
+            outcome=outcome,
+            code=state.error_code,
+            tenant=state.context.tenant,
+            key=state.key_id or None,
+            request_id=state.context.request_id,
+        )
 
     def _count_tenant(self, context: RequestContext, route: str, code_class: str) -> None:
         if route not in PROBES:

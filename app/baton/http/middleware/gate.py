@@ -303,6 +303,9 @@ UNCOUNTED = PUBLIC_PATHS | {"/metrics"}
 """Paths that no tenant's limit holds for; `/metrics`, the operator's, is on this port without keys alone."""
 
 
+EXPIRED = "This API key has expired; whoever runs the gateway can make another or rotate it."
+
+
 class AuthMiddleware:
     """Requires a key for every path that is not listed as public, and counts requests for their tenants.
 
@@ -336,8 +339,9 @@ class AuthMiddleware:
         if self._keyring is not None:
             key = self._keyring.find(presented_key(scope["headers"]))
             if key is None:
-                raise Unauthorized()
-            state.context.tenant, state.key_id, state.operator = key.tenant, key.id, key.operator
+                expired = self._keyring.expired(presented_key(scope["headers"]))
+                raise Unauthorized(EXPIRED if expired else None)
+            state.context.tenant, state.key, state.operator = key.tenant, key, key.operator
             keyring, presented = self._keyring, presented_key(scope["headers"])
             state.valid = lambda: keyring.find(presented) is not None
         else:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from baton.http.routes import adapters, engines, handoffs, mcp, openai, operations, pooling, responses
+from baton.http.routes import adapters, engines, handoffs, mcp, openai, operations, pooling, responses, usage
 
 ROUTERS = (
     openai.router,
@@ -14,6 +14,7 @@ ROUTERS = (
     handoffs.router,
     engines.router,
     adapters.router,
+    usage.router,
     mcp.router,
     operations.router,
     operations.docs_router,

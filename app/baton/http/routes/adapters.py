@@ -13,7 +13,7 @@ from baton.admission.fair_threads import in_own_thread
 from baton.config.groups import EngineName
 from baton.engines.adapters import AdapterInvalid, KeptAdapter, KeptAdapters, read_adapter
 from baton.errors import InternalError, InvalidRequest, OperationUnsupported
-from baton.http.request import gateway_of, read_json, require_operator
+from baton.http.request import gateway_of, read_json, require_operator, state_of
 from baton.relay.asked import parse_options
 
 router = APIRouter()
@@ -50,9 +50,10 @@ async def load_lora_adapter(request: Request) -> Response:
 
     It is served under its name at once, and again after a restart.
     """
-    require_operator(request)
+    require_operator(request, "adapter.load")
     gateway = gateway_of(request)
     wanted = parse_options(LoadAdapter, await read_json(request, gateway.settings.limits))
+    state_of(request.scope).what = wanted.lora_name
     if wanted.is_3d_lora_weight:
         raise OperationUnsupported("'is_3d_lora_weight': adapters of this form are not loaded.")
     _require_not_of_the_settings(request, wanted.lora_name)
@@ -69,9 +70,10 @@ async def load_lora_adapter(request: Request) -> Response:
 @router.post("/v1/unload_lora_adapter", response_class=Response)
 async def unload_lora_adapter(request: Request) -> Response:
     """Unload a LoRA adapter; an operator's key is needed. Requests under way go on with it."""
-    require_operator(request)
+    require_operator(request, "adapter.unload")
     gateway = gateway_of(request)
     name = parse_options(UnloadAdapter, await read_json(request, gateway.settings.limits)).lora_name
+    state_of(request.scope).what = name
     _require_not_of_the_settings(request, name)
     engine = await gateway.fleet.unload_adapter(name)
     await _keep(request, lambda kept: kept.remove(engine, name))

@@ -63,6 +63,7 @@ def _operate(request: Request, name: str, act: Act) -> dict[str, Any]:
         ModelNotFound: there is no such engine.
     """
     gateway, state = gateway_of(request), state_of(request.scope)
+    state.act = f"engine.{act}"
     line = {
         "act": act.value,
         "engine": name[:128],

@@ -44,10 +44,8 @@ async def create_handoff(request: Request) -> Response:
     engine = await unless_gone(request, engage(request, options.model))
     require_handoffs(engine)
     if engine.forwarding is not None:
-        state_of(request.scope).model = engine.name
         return await unless_gone(request, _forward(request, engine, options, body))
     require_latent(engine, options.latent_steps, gateway.settings.handoffs.latent_steps_max)
-    state_of(request.scope).model = engine.name
     shape = Operation.CHAT if options.messages is not None else Operation.COMPLETIONS
     images = await take_images(request, engine, shape, body)
     return await unless_gone(request, _create(request, gateway, engine, options, body, images))

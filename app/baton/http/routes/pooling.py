@@ -17,11 +17,13 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import FileResponse
 from starlette.types import Receive, Scope, Send
 
+from baton.admission.fair_queue import Order
 from baton.admission.fair_threads import in_own_thread
 from baton.engines.backend import Json, Operation
 from baton.engines.engine import Engine
 from baton.errors import InvalidRequest, NotAcceptable, OperationUnsupported, PluginFailed
 from baton.http.answer import FALLBACK_HEADER, engage, operate, strip, unless_gone
+from baton.http.body.fields import order_of
 from baton.http.follow_up import FIELD, FollowUp, ask_follow_up, refuse_old_name, take_follow_up
 from baton.http.request import (
     UPLOAD_TYPES,
@@ -128,13 +130,12 @@ async def create_pooling(request: Request) -> Response:
     strip(request, body)
     _require_data(runner, engine, body)
     wanted = wanted_types(request.headers)
-    if (follow_up := take_follow_up(gateway, body)) is not None:
+    if (follow_up := take_follow_up(request, body)) is not None:
         if chosen(wanted, [JSON]) is None:
             raise _not_acceptable([JSON])
         work = _with_follow_up(request, runner, body, follow_up)
         return _told(request, await unless_gone(request, work))
-    work = _answered(gateway, runner, body, context_of(request), wanted)
-    return _told(request, await unless_gone(request, work))
+    return _told(request, await unless_gone(request, _answered(request, runner, body, wanted)))
 
 
 def _told(request: Request, response: Response) -> Response:
@@ -178,12 +179,11 @@ def _require_priority(value: object) -> None:
 async def _upload(request: Request) -> Response:
     gateway = gateway_of(request)
     engine = await engage(request, request.query_params.get("model"), pools=True, falls_back=True)
-    state_of(request.scope).model = engine.name
     runner = gateway.pooling.runner(engine)
     if runner is None:
         raise OperationUnsupported(f"The model '{engine.name}' takes no files; send JSON.")
     if (priority := request.query_params.get("priority")) is not None:
-        _require_query_priority(priority)
+        state_of(request.scope).order = _order_of(priority)
         gateway.metrics.stripped.labels("priority").inc()
     query = {name: value for name, value in request.query_params.items() if name not in QUERY_OURS}
     spool = UploadSpool(gateway.settings.pooling.spool_dir)
@@ -192,27 +192,23 @@ async def _upload(request: Request) -> Response:
             await spool.fill(request.stream())
         wanted = wanted_types(request.headers)
         work = Upload(spool.path, media_type_of(request), query, names_of(wanted))
-        answer = _answered(gateway, runner, work, context_of(request), wanted)
+        answer = _answered(request, runner, work, wanted)
         return _told(request, await unless_gone(request, answer))
     finally:
         await spool.close()
 
 
-def _require_query_priority(value: str) -> None:
+def _order_of(priority: str) -> Order:
+    """Return the order of a request by its query parameter."""
     try:
-        _require_priority(int(value or 0))
+        return order_of({"priority": int(priority or 0)})
     except ValueError:
-        raise InvalidRequest("'priority' must be a whole number of 64 bits.", param="priority") from None
+        return order_of({"priority": priority})
 
 
-async def _answered(
-    gateway: Gateway,
-    runner: Runner,
-    work: Json | Upload,
-    context: RequestContext,
-    wanted: Wanted,
-) -> Response:
-    answer = await runner.run(work, context)
+async def _answered(request: Request, runner: Runner, work: Json | Upload, wanted: Wanted) -> Response:
+    gateway, context = gateway_of(request), context_of(request)
+    answer = await runner.run(work, context, order=state_of(request.scope).order)
     try:
         if not isinstance(work, Upload) and names_of(wanted) in (["*/*"], [JSON]):
             return await _as_json(gateway, answer, context)
@@ -249,7 +245,7 @@ async def _as_file(
 async def _with_follow_up(request: Request, runner: Runner, body: Json, follow_up: FollowUp) -> Response:
     """Answer with the plugin's result and, under `follow_up`, the chat model's answer about it."""
     context = context_of(request)
-    answer = await runner.run(body, context, describe=True)
+    answer = await runner.run(body, context, order=state_of(request.scope).order, describe=True)
     try:
         data, description = await answer.data(), await answer.describe()
     finally:
