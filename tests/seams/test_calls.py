@@ -20,6 +20,27 @@ from support.scripted_engines import (  # after the skip
     speaking,
     speaking_harmony,
 )
+from support.written_calls import (  # after the skip
+    DEEPSEEK_TOKENS,
+    GEMMA_TOKENS,
+    GLM_TOKENS,
+    TAGS,
+    THINK,
+    THINK_TOKENS,
+    Call,
+    as_json,
+    deepseek_v3,
+    deepseek_v31,
+    gemma,
+    glm,
+    granite,
+    harmony,
+    hermes,
+    llama,
+    mistral,
+    mistral_v11,
+    qwen_xml,
+)
 from vllm.tool_parsers import ToolParserManager  # after the skip
 
 from baton.models.catalog import SMOLLM2_TEMPLATE
@@ -34,7 +55,6 @@ PARAMETERS = {
     "type": "object",
     "properties": {"text": {"type": "string"}, "count": {"type": "integer"}, "list": {"type": "array"}},
 }
-Call = tuple[str, dict[str, Any]]
 CALLS: list[Call] = [
     ("look", {"text": 'über\n"quoted" {x} 🌊', "count": 17}),
     ("find_it", {"list": ["a", {"deep": "b"}], "text": "x"}),
@@ -65,102 +85,6 @@ class Family:
         return f"{thoughts}{SAID}{self.writes(calls)}"
 
 
-def as_json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
-def hermes(calls: list[Call]) -> str:
-    return "".join(
-        f'\n<tool_call>\n{{"name": "{name}", "arguments": {as_json(given)}}}\n</tool_call>'
-        for name, given in calls
-    )
-
-
-def llama(calls: list[Call]) -> str:
-    return "; ".join(f'{{"name": "{name}", "parameters": {as_json(given)}}}' for name, given in calls)
-
-
-def plain(value: Any) -> str:
-    return value if isinstance(value, str) else as_json(value)
-
-
-def qwen_xml(calls: list[Call]) -> str:
-    def parameters(given: dict[str, Any]) -> str:
-        return "".join(f"<parameter={key}>\n{plain(value)}\n</parameter>\n" for key, value in given.items())
-
-    return "".join(
-        f"\n<tool_call>\n<function={name}>\n{parameters(given)}</function>\n</tool_call>"
-        for name, given in calls
-    )
-
-
-def glm(calls: list[Call]) -> str:
-    def pairs(given: dict[str, Any]) -> str:
-        return "".join(
-            f"<arg_key>{key}</arg_key>\n<arg_value>{plain(value)}</arg_value>\n"
-            for key, value in given.items()
-        )
-
-    return "".join(f"\n<tool_call>{name}\n{pairs(given)}</tool_call>" for name, given in calls)
-
-
-def deepseek_v3(calls: list[Call]) -> str:
-    each = [
-        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{as_json(given)}\n```<｜tool▁call▁end｜>"
-        for name, given in calls
-    ]
-    return "<｜tool▁calls▁begin｜>" + "\n".join(each) + "<｜tool▁calls▁end｜>"
-
-
-def deepseek_v31(calls: list[Call]) -> str:
-    each = [
-        f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{as_json(given)}<｜tool▁call▁end｜>"
-        for name, given in calls
-    ]
-    return "<｜tool▁calls▁begin｜>" + "".join(each) + "<｜tool▁calls▁end｜>"
-
-
-def gemma(calls: list[Call]) -> str:
-    def value(given: Any) -> str:
-        if isinstance(given, str):
-            return f'<|"|>{given}<|"|>'
-        if isinstance(given, list):
-            return f"[{','.join(map(value, given))}]"
-        if isinstance(given, dict):
-            return f"{{{','.join(f'{key}:{value(inner)}' for key, inner in given.items())}}}"
-        return json.dumps(given)
-
-    return "".join(f"<|tool_call>call:{name}{value(given)}<tool_call|>" for name, given in calls)
-
-
-def granite(calls: list[Call]) -> str:
-    return "<|tool_call|>" + as_json([{"name": name, "arguments": given} for name, given in calls])
-
-
-def mistral(calls: list[Call]) -> str:
-    return "[TOOL_CALLS]" + as_json([{"name": name, "arguments": given} for name, given in calls])
-
-
-def mistral_v11(calls: list[Call]) -> str:
-    return "".join(f"[TOOL_CALLS]{name}[ARGS]{as_json(given)}" for name, given in calls)
-
-
-def harmony(calls: list[Call]) -> str:
-    return "".join(
-        f"<|end|><|start|>assistant<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{as_json(given)}"
-        for name, given in calls
-    )
-
-
-THINK = ("<think>\n", "\n</think>\n\n")
-THINK_TOKENS = ("<think>", "</think>")
-TAGS = ("<tool_call>", "</tool_call>")
-GLM_TOKENS = (*THINK_TOKENS, *TAGS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
-DEEPSEEK_TOKENS = (
-    *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
-    "<｜tool▁sep｜>",
-)
-GEMMA_TOKENS = ("<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>", "<|turn>", "<turn|>")
 FAMILIES = {
     "gpt-oss": Family(
         (),
