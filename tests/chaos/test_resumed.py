@@ -6,12 +6,15 @@ import json
 import statistics
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support.gateways import RealGateway
+from support.look_requests import body_of, image, text
+from support.lora import write_adapter
 from support.relay_requests import DOCUMENT, ask, once_saved, told
-from support.resumed_streams import Told, core_of, read, two_engines, wait_until_both_are_ready
+from support.resumed_streams import Told, core_of, read, stream, two_engines, wait_until_both_are_ready
 from support.watched_streams import cores
 
 pytestmark = [pytest.mark.chaos, pytest.mark.fault("A15"), pytest.mark.timeout(1800)]
@@ -119,3 +122,50 @@ def test_no_token_is_lost_or_said_twice(gateway: RealGateway, both: bool) -> Non
         f"\nA15, {'both' if both else 'one'} killed: {streams} streams; longest gap "
         f"p50 {statistics.median(gaps):.2f} s, p99 {gaps[int(0.99 * len(gaps))]:.2f} s"
     )
+
+
+OTHERS = """
+[supervision]
+restarts = 1000
+backoff_s = 0
+[handoffs]
+store = "file:{folder}/store"
+auto = "off"
+[[engines]]
+name = "one"
+model = "smollm2"
+kv_cache_memory = "192 MiB"
+adapters = {{ a = "{folder}/a" }}
+args = {{ max_model_len = 1024, max_num_seqs = 8, dtype = "float32", max_lora_rank = 8 }}
+[[engines]]
+name = "look"
+model = "look-tiny"
+kv_cache_memory = "128 MiB"
+args = {{ max_model_len = 2048, max_num_seqs = 8, dtype = "float32" }}
+"""
+
+
+@pytest.mark.fault("A17")
+@pytest.mark.fault("A18")
+def test_adapters_and_images_are_there_again(tmp_path: Path) -> None:
+    write_adapter(tmp_path / "a", 1)
+    (tmp_path / "baton.toml").write_text(OTHERS.format(folder=tmp_path))
+    with RealGateway(["--config", str(tmp_path / "baton.toml")], tmp_path, forked=True) as gateway:
+        gateway.wait_until_ready()
+        _, completion = kinds("")["completion"]
+        adapted = stream(gateway, "/v1/completions", completion | {"model": "a"})
+        plain = stream(gateway, "/v1/completions", completion)
+        assert content(adapted.events) != content(plain.events)
+        for at in (1, 9, 30):
+            again = stream(gateway, "/v1/completions", completion | {"model": "a"}, at, both=True)
+            assert content(again.events) == content(adapted.events), at
+        for at in (1, 5, 12):
+            shown = body_of(image(at), text("What is it?"), max_tokens=24, ignore_eos=True)
+            asked = ("/v1/chat/completions", shown | {"model": "look"})
+            again = stream(gateway, *asked, at, both=True)
+            assert not failed(again.events), again.events[-1]
+            whole = stream(gateway, *asked)
+            assert content(again.events) == content(whole.events), at
+        ended = stream(gateway, *asked, 5, both=True)  # the core has this image, and none was sent
+        assert ended.events[-1]["error"]["code"] == "engine_restarting"
+        assert "an image that only the lost engine had" in gateway.log

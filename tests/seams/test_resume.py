@@ -281,6 +281,24 @@ def test_images_go_along_under_names_of_their_own_unless_only_the_lost_engine_ha
     assert "image" in (hindrance(request, state, None) or "")
 
 
+@pytest.mark.fault("A18")
+@pytest.mark.parametrize("item", [None, object()])
+async def test_images_that_the_lost_engine_had_are_in_no_prompt(item: Any) -> None:
+    house = House(2)
+    house.clients[0].lost = True
+    prompt = {"mm_hashes": {"image": ["x"]}, "mm_kwargs": {"image": [item]}}
+    outputs = house.streams[0].generate(prompt, SamplingParams(detokenize=False), "r")
+    reading = asyncio.ensure_future(some(outputs))
+    await asyncio.sleep(0.01)
+    if item is None:
+        with pytest.raises(EngineDeadError):
+            await reading
+        return
+    assert house.clients[1].engine_core.got
+    house.clients[1].says("r", 10)
+    assert await reading == [10]
+
+
 @pytest.mark.fault("A19")
 async def test_it_waits_no_longer_than_it_may_and_not_for_what_does_not_return(
     monkeypatch: pytest.MonkeyPatch,

@@ -85,6 +85,7 @@ from baton.engines.vllm.calls import (
 )
 from baton.engines.vllm.client import CURRENT_CALL
 from baton.errors import InvalidRequest
+from baton.telemetry.ids import UNHELD_HEADER
 
 FORMS: dict[type[Any], Form | Block] = {
     Hermes2ProToolParser: TAGGED,
@@ -418,6 +419,9 @@ def gemma_calls(
     tools: list[Any], _builtin_tools: list[Any], choice: str, _reasoning: bool, _suffix: str = ""
 ) -> StructuralTag:
     """Make the grammar of Gemma 4's calls, for which vLLM has none; arguments are held to no schema."""
+    strict = [tool.function.parameters or {} for tool in tools if tool.function.strict]
+    if strict and (call := CURRENT_CALL.get(None)) is not None:
+        call.context.answer_headers[UNHELD_HEADER] = ", ".join(sorted(set().union(*strict)))
     tags = [
         TagFormat(
             begin=f"<|tool_call>call:{tool.function.name}{{",

@@ -133,8 +133,8 @@ class Streams:
                 try:
                     queue = await at.client.add_request(request_id, prompt, params, **options)
                 except EngineDeadError:
-                    if hashes_of(prompt):
-                        raise  # the images that engine knew are not in it
+                    if hashes_of(prompt) and not _has_images(prompt):
+                        raise  # that engine had them
                     at, moves = await at._next(moves, held, alone=False), moves + 1
                     if adapter is not None:
                         options["lora_request"] = held.request
@@ -259,6 +259,11 @@ class Streams:
         for number in range(answers):
             self._sent.pop(f"{number}_{queue.request_id}", None)  # as `ParentRequest` names them
         self._sent.pop(queue.request_id, None)
+
+
+def _has_images(prompt: Any) -> bool:
+    """Return whether a rendered prompt holds its images: not where the engine had them already."""
+    return all(item is not None for items in prompt["mm_kwargs"].values() for item in items)
 
 
 def hindrance(
