@@ -129,12 +129,12 @@ def test_each_of_several_sampled_answers_goes_on(gateway: RealGateway) -> None:
 def test_an_answer_in_a_shape_goes_on_in_it(gateway: RealGateway) -> None:
     schema = {
         "type": "object",
-        "properties": {"a": {"type": "string", "minLength": 20, "maxLength": 30}, "b": {"enum": [1, 2]}},
-        "required": ["a", "b"],
+        "properties": {"n": {"type": "string", "maxLength": 60}},
+        "required": ["n"],
     }
-    body = CHAT | {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}}
+    body = CHAT | {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}}
     whole = chat_text(stream(gateway, "/v1/chat/completions", body).events)
-    assert json.loads(whole).keys() == {"a", "b"}
+    assert json.loads(whole).keys() == {"n"}
     again = stream(gateway, "/v1/chat/completions", body, 9).events
     assert chat_text(again) == whole
     assert again[-1]["usage"]["completion_tokens"] > 9

@@ -27,6 +27,7 @@ from support.written_calls import (  # after the skip
     TAGS,
     THINK,
     THINK_TOKENS,
+    TOKENS,
     Call,
     as_json,
     deepseek_v3,
@@ -340,6 +341,41 @@ def test_a_cut_answer_is_read_alike_and_invents_nothing(
                 assert json.loads(written) == meant, most  # whole, or no JSON at all
             except ValueError:
                 assert as_json(meant).startswith(written), most
+
+
+DEMANDED: dict[str, Any] = {CHAT: "required", MESSAGES: {"type": "any"}, RESPONSES: "required"}
+
+
+@pytest.fixture(scope="module")
+def jamba(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedGateway]:
+    """A family of whose calls vLLM has no grammar: demanded ones are JSON."""
+    folder = speaking(tmp_path_factory.mktemp("model"), TOKENS["jamba"])
+    with run_scripted(model=folder, tool_call_parser="jamba") as running:
+        yield running
+
+
+@pytest.mark.fault("E28")
+@pytest.mark.parametrize("route", ROUTES)
+def test_demanded_calls_in_json_are_read_alike_at_every_cut(jamba: ScriptedGateway, route: str) -> None:
+    said = as_json([{"name": name, "parameters": given} for name, given in CALLS])
+    length = len(jamba.tokens(said))
+    for most in (*range(1, length, 1 if route == CHAT else 9), 500):
+        reads = []
+        for stream, tokens in ((False, 1), (True, 1), (True, 3)):
+            jamba.engine.client.tokens_a_step = tokens
+            jamba.says(said)
+            reads.append(ask(jamba, route, most=most, stream=stream, tool_choice=DEMANDED[route]))
+        jamba.engine.client.tokens_a_step = 1
+        whole, *streamed = reads
+        assert streamed == [whole, whole], most
+        assert (whole.text, whole.ended) == ("", "tool_calls" if most == 500 else "length"), most
+        meant = [(name, as_json(given)) for name, given in CALLS][: len(whole.calls)]
+        assert whole.calls[:-1] == meant[:-1]
+        assert all(
+            given.startswith(written) for (_, written), (_, given) in zip(whole.calls, meant, strict=True)
+        )
+    assert whole.calls == meant
+    assert len(meant) == len(CALLS)
 
 
 def test_an_answer_that_saves_its_context_is_read_alike(gateway: ScriptedGateway, family: Family) -> None:

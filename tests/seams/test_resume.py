@@ -187,6 +187,7 @@ async def test_one_that_was_alone_takes_no_others_with_it() -> None:
     """It may be the cause: at an engine with others it would end them too."""
     house = House(3)
     busy = EngineCoreRequest("b", [1], None, SamplingParams(detokenize=False), None, 0.0, None, None, None)
+    busy.external_req_id = "b"
     house.clients[1].output_processor.add_request(busy, None, None, 0, None)
     reading = asyncio.ensure_future(some(house.ask()))
     await asyncio.sleep(0)
@@ -306,13 +307,13 @@ async def test_it_waits_no_longer_than_it_may_and_not_for_what_does_not_return(
     settings = EngineSettings(name="a", model="m")
     mine = VllmEngine(settings, "m", salt=lambda _tenant: None, starts=Starts())
     now, looks = [0.0], list[float]()
-    monkeypatch.setattr(engine.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(engine, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     async def sleep(seconds: float) -> None:
         looks.append(now[0])
         now[0] += seconds
 
-    monkeypatch.setattr(engine.asyncio, "sleep", sleep)
+    monkeypatch.setattr(engine, "asyncio", SimpleNamespace(sleep=sleep))
     mine._resume_s = 1.0
     mine.returns = lambda: False
     assert await mine._find_again(lambda _found: True) is None
@@ -320,7 +321,7 @@ async def test_it_waits_no_longer_than_it_may_and_not_for_what_does_not_return(
     mine.returns = lambda: True
     assert await mine._find_again(lambda _found: True) is None
     assert 1.0 <= now[0] < 1.0 + 2 * engine.LOOK_EVERY_S
-    ready: Any = SimpleNamespace(streams=object())
+    ready: Any = SimpleNamespace(streams=object(), client=SimpleNamespace(errored=False))
     mine._state, mine._running, now[0] = EngineState.READY, ready, 0.0
     assert await mine._find_again(lambda found: found is ready.streams) is ready.streams
     assert await mine._find_again(lambda _found: False) is None

@@ -576,6 +576,66 @@ class BlockReader:
         self._held = ""
 
 
+@dataclass(frozen=True)
+class Thoughts:
+    """The marks of thoughts that are text.
+
+    Attributes:
+        opens: each begins thoughts, at the beginning of an answer.
+        closes: each ends them.
+        always: whether an answer without a mark begins with thoughts, because its prompt has opened them.
+    """
+
+    opens: tuple[str, ...]
+    closes: tuple[str, ...]
+    always: bool = False
+
+
+OLMO_THOUGHTS = Thoughts(("<think>",), ("</think>",), always=True)
+GRANITE_THOUGHTS = Thoughts(
+    ("Here is my thought process:", "Here's my thought process:"),
+    ("Here is my response:", "Here's my response:"),
+)
+
+
+class ThoughtReader:
+    """The thoughts at the beginning of an answer that comes in pieces of any size."""
+
+    def __init__(self, marks: Thoughts) -> None:
+        self._marks = marks
+        self._rest = ""
+        self._inside = False
+
+    def feed(self, text: str, *, finished: bool, cut: bool) -> tuple[str, str | None]:
+        """Read the next piece.
+
+        Args:
+            finished: whether it is the last one.
+            cut: whether something cut the answer there: what only began to be a mark is left out then.
+
+        Returns:
+            thoughts, and what comes after them; None: they go on.
+        """
+        self._rest += text
+        if not self._inside:
+            begun = self._rest.lstrip()
+            mark = next((mark for mark in self._marks.opens if begun.startswith(mark)), None)
+            may_be = any(mark.startswith(begun) for mark in self._marks.opens)
+            if mark is None and may_be and (cut or not finished):
+                return "", None
+            if mark is None and not self._marks.always:
+                return "", self._rest
+            self._rest, self._inside = begun[len(mark or "") :], True
+        places = [(at, mark) for mark in self._marks.closes if (at := self._rest.find(mark)) >= 0]
+        if places:
+            at, mark = min(places)
+            return self._rest[:at], self._rest[at + len(mark) :]
+        kept = _begun(self._rest, self._marks.closes) if cut or not finished else 0
+        thoughts = self._rest[: len(self._rest) - kept]
+        self._rest = self._rest[len(thoughts) :]
+        return thoughts, None
+
+
 def _begun(text: str, marks: Iterable[str]) -> int:
     """Return the length of the text's end with which a mark may begin."""
     longest = max(map(len, marks))

@@ -31,6 +31,8 @@ from vllm.parser.engine.events import EventType, SemanticEvent
 from vllm.parser.engine.incremental_lexer import CONTENT_TERMINAL
 from vllm.parser.engine.parser_engine_config import ParserState
 from vllm.parser.harmony import HarmonyParser, Segment
+from vllm.reasoning.granite_reasoning_parser import GraniteReasoningParser
+from vllm.reasoning.olmo3_reasoning_parser import Olmo3ReasoningParser
 from vllm.renderers.chat_utils import make_tool_call_id
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.tool_parsers.abstract_tool_parser import ToolParser
@@ -63,12 +65,14 @@ from baton.engines.vllm.calls import (
     DEEPSEEK_V31,
     ERNIE,
     FUNCTION_GEMMA,
+    GRANITE_THOUGHTS,
     INTERNLM,
     LFM,
     LLAMA,
     LLAMA4,
     LONGCAT,
     OLMO,
+    OLMO_THOUGHTS,
     PHI,
     PYTHON,
     REQUIRED,
@@ -82,6 +86,8 @@ from baton.engines.vllm.calls import (
     NamedReader,
     Piece,
     Reader,
+    ThoughtReader,
+    Thoughts,
 )
 from baton.engines.vllm.client import CURRENT_CALL
 from baton.errors import InvalidRequest
@@ -108,6 +114,12 @@ FORMS: dict[type[Any], Form | Block] = {
     FunctionGemmaToolParser: FUNCTION_GEMMA,
 }
 """Parsers of vLLM's whose place is taken here, and what each reads."""
+THOUGHTS: dict[type[Any], Thoughts] = {
+    Olmo3ReasoningParser: OLMO_THOUGHTS,
+    GraniteReasoningParser: GRANITE_THOUGHTS,
+}
+"""Parsers of vLLM's whose marks of thoughts are text, which they find in pieces of one token alone, and after
+which they leave calls to be text."""
 TAGS: dict[type[Any], str] = {Granite4ToolParser: "hermes", Gemma4EngineToolParser: "gemma4"}
 """Names of the grammars of calls of those parsers for which vLLM has none."""
 HANDLERS = (
@@ -274,6 +286,8 @@ def mended(parser: type[Any]) -> type[Any]:
             super().__init__(*args, **kwargs)
             self._prompt: list[int] = []
             self._blanks = _Blanks()
+            marks = THOUGHTS.get(type(self._reasoning_parser))
+            self._thoughts = ThoughtReader(marks) if marks is not None else None
 
         def set_prompt_token_ids(self, prompt_token_ids: Sequence[int]) -> None:
             super().set_prompt_token_ids(prompt_token_ids)
@@ -308,13 +322,30 @@ def mended(parser: type[Any]) -> type[Any]:
             finished: bool,
         ) -> DeltaMessage | None:
             self._take_forced(request)
+            thought = ""
+            if self._thoughts is not None and not self._has_thought(prompt_token_ids):
+                thought, rest = self._thoughts.feed(delta_text, finished=finished, cut=_was_cut())
+                if rest is None:
+                    return DeltaMessage(reasoning=thought) if thought and request.include_reasoning else None
+                self._stream_state.reasoning_ended, delta_text, delta_token_ids = True, rest, []
             unclosed = _Unclosed(self._tool_parser) if finished and _was_cut() else None
             delta: DeltaMessage | None = super().parse_delta(
                 delta_text, delta_token_ids, request, prompt_token_ids, finished=finished
             )
             delta = delta if unclosed is None else unclosed.complete(delta)
+            if thought and request.include_reasoning:
+                delta = delta or DeltaMessage()
+                delta.reasoning = thought
             tools = request.tools and isinstance(self._tool_parser, ParserEngineToolAdapter)
             return self._blanks.without(delta, finished=finished) if tools else delta
+
+        def _has_thought(self, prompt_token_ids: list[int] | None) -> bool:
+            """Return whether the thoughts have ended, in the prompt or in the answer."""
+            state = self._stream_state
+            if not state.prompt_reasoning_checked:
+                state.prompt_reasoning_checked = True
+                state.reasoning_ended = self.is_reasoning_end(prompt_token_ids or [])
+            return bool(state.reasoning_ended)
 
         def _take_forced(self, request: Any) -> None:
             """Read what vLLM's own grammar of demanded calls holds the model to, where there is no other."""
