@@ -20,6 +20,7 @@ import typer
 from pydantic import ByteSize
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
+from vllm.tool_parsers import ToolParserManager
 
 from baton import errors
 from baton.cli import app as command
@@ -27,6 +28,8 @@ from baton.config.groups import EngineSettings, Frozen, RemoteSettings
 from baton.config.settings import Settings
 from baton.engines.fake.engine import FakeEngine
 from baton.engines.fleet import Fleet
+from baton.engines.vllm.calls import Block
+from baton.engines.vllm.parsers import FORMS, TAGS
 from baton.models.parsers import CALLS, THOUGHTS, Family
 from baton.server import create_app
 from baton.telemetry.metrics import GatewayMetrics, RemoteMetrics, TransferMetrics
@@ -342,10 +345,29 @@ def family_rows(families: Iterable[Family]) -> Iterable[list[str]]:
         yield [family.name, ", ".join(marks), architectures, tokens, f"`{family.parser}`"]
 
 
+def call_cells(family: Family) -> list[str]:
+    """Return what becomes of a family's calls that are cut, and of those that a request demands."""
+    parser = ToolParserManager.get_tool_parser(family.parser)
+    left_out = isinstance(FORMS.get(parser), Block) or family.parser == "kimi_k3"
+    cut = "left out" if left_out else "as far as it was written"
+    held = "its own form"
+    if parser not in TAGS and parser.structural_tag_model is None and parser.supports_required_and_named:
+        held = "JSON"
+    loose = "as far as it was written, but for an escape in its JSON"
+    return {
+        "cohere_command3": [loose, "its own form; of several tools a named one is a 400"],
+        "mistral": [cut, "its own form; in `/v1/responses` a 400"],
+        "gemma4": [cut, "its own form, whatever the tool's schema"],
+    }.get(family.parser, [cut, held])
+
+
 def parsers_page() -> str:
     """Return the page of the families whose calls and thoughts are known."""
     head = ("models", "the chat template has", "architecture", "the tokenizer has", "parser")
-    calls, thoughts = (table(head, family_rows(families)) for families in (CALLS, THOUGHTS))
+    thoughts = table(head, family_rows(THOUGHTS))
+    of_calls = ("the call that a limit cut", "a demanded call is held to")
+    rows = [[*row, *call_cells(family)] for row, family in zip(family_rows(CALLS), CALLS, strict=True)]
+    calls = table((*head, *of_calls), rows)
     return page(
         "parsers",
         "Parsers",

@@ -115,7 +115,6 @@ def test_codex_reads_edits_compacts_and_goes_on(commands: Path, tmp_path: Path) 
         settings = {
             "model": "gpt-5.5",
             "model_provider": "baton",
-            "web_search": "disabled",
             "model_context_window": CONTEXT,
         }
         lines = [f"{key} = {json.dumps(value)}" for key, value in settings.items()]

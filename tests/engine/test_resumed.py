@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -124,13 +125,26 @@ def test_each_of_several_sampled_answers_goes_on(gateway: RealGateway) -> None:
     assert found[-1]["usage"]["completion_tokens"] == 3 * LENGTH
 
 
+@pytest.mark.fault("A16")
+def test_an_answer_in_a_shape_goes_on_in_it(gateway: RealGateway) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"n": {"type": "string", "maxLength": 60}},
+        "required": ["n"],
+    }
+    body = CHAT | {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}}
+    whole = chat_text(stream(gateway, "/v1/chat/completions", body).events)
+    assert json.loads(whole).keys() == {"n"}
+    again = stream(gateway, "/v1/chat/completions", body, 9).events
+    assert chat_text(again) == whole
+    assert again[-1]["usage"]["completion_tokens"] > 9
+
+
 @pytest.mark.chaos
 def test_what_a_core_alone_knows_ends_as_before_and_says_why(gateway: RealGateway) -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "string", "minLength": 40}}, "required": ["a"]}
-    shape = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
-    found = stream(gateway, "/v1/chat/completions", CHAT | {"response_format": shape}, 4).events
+    found = stream(gateway, "/v1/chat/completions", CHAT | {"presence_penalty": 0.5}, 4).events
     assert found[-1]["error"]["code"] == "engine_restarting"
-    assert "`structured_outputs` depends on what was said" in gateway.log
+    assert "`presence_penalty` depends on what was said" in gateway.log
 
 
 def test_the_handoff_of_an_answer_that_went_on_is_exact(gateway: RealGateway) -> None:

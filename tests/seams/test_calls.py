@@ -20,6 +20,28 @@ from support.scripted_engines import (  # after the skip
     speaking,
     speaking_harmony,
 )
+from support.written_calls import (  # after the skip
+    DEEPSEEK_TOKENS,
+    GEMMA_TOKENS,
+    GLM_TOKENS,
+    TAGS,
+    THINK,
+    THINK_TOKENS,
+    TOKENS,
+    Call,
+    as_json,
+    deepseek_v3,
+    deepseek_v31,
+    gemma,
+    glm,
+    granite,
+    harmony,
+    hermes,
+    llama,
+    mistral,
+    mistral_v11,
+    qwen_xml,
+)
 from vllm.tool_parsers import ToolParserManager  # after the skip
 
 from baton.models.catalog import SMOLLM2_TEMPLATE
@@ -34,7 +56,6 @@ PARAMETERS = {
     "type": "object",
     "properties": {"text": {"type": "string"}, "count": {"type": "integer"}, "list": {"type": "array"}},
 }
-Call = tuple[str, dict[str, Any]]
 CALLS: list[Call] = [
     ("look", {"text": 'über\n"quoted" {x} 🌊', "count": 17}),
     ("find_it", {"list": ["a", {"deep": "b"}], "text": "x"}),
@@ -65,102 +86,6 @@ class Family:
         return f"{thoughts}{SAID}{self.writes(calls)}"
 
 
-def as_json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
-def hermes(calls: list[Call]) -> str:
-    return "".join(
-        f'\n<tool_call>\n{{"name": "{name}", "arguments": {as_json(given)}}}\n</tool_call>'
-        for name, given in calls
-    )
-
-
-def llama(calls: list[Call]) -> str:
-    return "; ".join(f'{{"name": "{name}", "parameters": {as_json(given)}}}' for name, given in calls)
-
-
-def plain(value: Any) -> str:
-    return value if isinstance(value, str) else as_json(value)
-
-
-def qwen_xml(calls: list[Call]) -> str:
-    def parameters(given: dict[str, Any]) -> str:
-        return "".join(f"<parameter={key}>\n{plain(value)}\n</parameter>\n" for key, value in given.items())
-
-    return "".join(
-        f"\n<tool_call>\n<function={name}>\n{parameters(given)}</function>\n</tool_call>"
-        for name, given in calls
-    )
-
-
-def glm(calls: list[Call]) -> str:
-    def pairs(given: dict[str, Any]) -> str:
-        return "".join(
-            f"<arg_key>{key}</arg_key>\n<arg_value>{plain(value)}</arg_value>\n"
-            for key, value in given.items()
-        )
-
-    return "".join(f"\n<tool_call>{name}\n{pairs(given)}</tool_call>" for name, given in calls)
-
-
-def deepseek_v3(calls: list[Call]) -> str:
-    each = [
-        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{as_json(given)}\n```<｜tool▁call▁end｜>"
-        for name, given in calls
-    ]
-    return "<｜tool▁calls▁begin｜>" + "\n".join(each) + "<｜tool▁calls▁end｜>"
-
-
-def deepseek_v31(calls: list[Call]) -> str:
-    each = [
-        f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{as_json(given)}<｜tool▁call▁end｜>"
-        for name, given in calls
-    ]
-    return "<｜tool▁calls▁begin｜>" + "".join(each) + "<｜tool▁calls▁end｜>"
-
-
-def gemma(calls: list[Call]) -> str:
-    def value(given: Any) -> str:
-        if isinstance(given, str):
-            return f'<|"|>{given}<|"|>'
-        if isinstance(given, list):
-            return f"[{','.join(map(value, given))}]"
-        if isinstance(given, dict):
-            return f"{{{','.join(f'{key}:{value(inner)}' for key, inner in given.items())}}}"
-        return json.dumps(given)
-
-    return "".join(f"<|tool_call>call:{name}{value(given)}<tool_call|>" for name, given in calls)
-
-
-def granite(calls: list[Call]) -> str:
-    return "<|tool_call|>" + as_json([{"name": name, "arguments": given} for name, given in calls])
-
-
-def mistral(calls: list[Call]) -> str:
-    return "[TOOL_CALLS]" + as_json([{"name": name, "arguments": given} for name, given in calls])
-
-
-def mistral_v11(calls: list[Call]) -> str:
-    return "".join(f"[TOOL_CALLS]{name}[ARGS]{as_json(given)}" for name, given in calls)
-
-
-def harmony(calls: list[Call]) -> str:
-    return "".join(
-        f"<|end|><|start|>assistant<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{as_json(given)}"
-        for name, given in calls
-    )
-
-
-THINK = ("<think>\n", "\n</think>\n\n")
-THINK_TOKENS = ("<think>", "</think>")
-TAGS = ("<tool_call>", "</tool_call>")
-GLM_TOKENS = (*THINK_TOKENS, *TAGS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
-DEEPSEEK_TOKENS = (
-    *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
-    "<｜tool▁sep｜>",
-)
-GEMMA_TOKENS = ("<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>", "<|turn>", "<turn|>")
 FAMILIES = {
     "gpt-oss": Family(
         (),
@@ -416,6 +341,41 @@ def test_a_cut_answer_is_read_alike_and_invents_nothing(
                 assert json.loads(written) == meant, most  # whole, or no JSON at all
             except ValueError:
                 assert as_json(meant).startswith(written), most
+
+
+DEMANDED: dict[str, Any] = {CHAT: "required", MESSAGES: {"type": "any"}, RESPONSES: "required"}
+
+
+@pytest.fixture(scope="module")
+def jamba(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedGateway]:
+    """A family of whose calls vLLM has no grammar: demanded ones are JSON."""
+    folder = speaking(tmp_path_factory.mktemp("model"), TOKENS["jamba"])
+    with run_scripted(model=folder, tool_call_parser="jamba") as running:
+        yield running
+
+
+@pytest.mark.fault("E28")
+@pytest.mark.parametrize("route", ROUTES)
+def test_demanded_calls_in_json_are_read_alike_at_every_cut(jamba: ScriptedGateway, route: str) -> None:
+    said = as_json([{"name": name, "parameters": given} for name, given in CALLS])
+    length = len(jamba.tokens(said))
+    for most in (*range(1, length, 1 if route == CHAT else 9), 500):
+        reads = []
+        for stream, tokens in ((False, 1), (True, 1), (True, 3)):
+            jamba.engine.client.tokens_a_step = tokens
+            jamba.says(said)
+            reads.append(ask(jamba, route, most=most, stream=stream, tool_choice=DEMANDED[route]))
+        jamba.engine.client.tokens_a_step = 1
+        whole, *streamed = reads
+        assert streamed == [whole, whole], most
+        assert (whole.text, whole.ended) == ("", "tool_calls" if most == 500 else "length"), most
+        meant = [(name, as_json(given)) for name, given in CALLS][: len(whole.calls)]
+        assert whole.calls[:-1] == meant[:-1]
+        assert all(
+            given.startswith(written) for (_, written), (_, given) in zip(whole.calls, meant, strict=True)
+        )
+    assert whole.calls == meant
+    assert len(meant) == len(CALLS)
 
 
 def test_an_answer_that_saves_its_context_is_read_alike(gateway: ScriptedGateway, family: Family) -> None:

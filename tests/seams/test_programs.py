@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +15,12 @@ pytest.importorskip("vllm")
 import xgrammar  # after the skip
 from support.scripted_engines import ScriptedGateway, run_scripted  # after the skip
 from support.vllm_handlers import UnaskedEngine, handlers_on  # after the skip
+from vllm.tool_parsers.structural_tag_registry import get_model_structural_tag  # after the skip
 
 from baton.config.groups import EngineSettings  # after the skip
 from baton.config.settings import load_settings  # after the skip
 from baton.engines.backend import Operation  # after the skip
-from baton.engines.vllm import handlers  # after the skip
+from baton.engines.vllm import custom_tools, handlers  # after the skip
 from baton.engines.vllm.client import CURRENT_CALL, Call  # after the skip
 from baton.engines.vllm.custom_tools import ResponsesRequest, VllmResponsesRequest  # after the skip
 from baton.errors import InvalidRequest  # after the skip
@@ -112,6 +114,38 @@ def codex(gateway: ScriptedGateway, items: list[Any], **body: Any) -> list[tuple
 
 def last_prompt(gateway: ScriptedGateway) -> str:
     return gateway.engine.text(gateway.engine.client.prompts[-1])
+
+
+@pytest.mark.fault("E29")
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_search_of_the_web_that_is_only_offered_is_left_out_and_told(
+    gateway: ScriptedGateway, *, stream: bool
+) -> None:
+    search = {"type": "web_search", "external_web_access": False}
+    body = CODEX | {"input": ASKED, "tools": [RUN, search], "stream": stream}
+    gateway.says("Mended.")
+    answer = gateway.post(RESPONSES, body)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["X-Baton-Tools-Left-Out"] == "web_search"
+    shown = [data["response"]["tools"] for _, data in events(answer.text) if "response" in data]
+    for tools in shown if stream else [answer.json()["tools"]]:
+        assert [tool["type"] for tool in tools] == ["function"]
+    assert "web_search" not in last_prompt(gateway)
+    prompts = len(gateway.engine.client.prompts)
+    for changed, param in (
+        ({"tools": [search]}, "tools[0].type"),
+        ({"tool_choice": "required"}, "tools[1].type"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
+        (
+            {"tools": [RUN, {"type": "mcp", "server_label": "x", "server_url": "https://x.example"}]},
+            "tools[1].type",
+        ),
+    ):
+        refused = gateway.post(RESPONSES, body | changed)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+    assert len(gateway.engine.client.prompts) == prompts
+    gateway.says("Mended.")
+    assert "X-Baton-Tools-Left-Out" not in gateway.post(RESPONSES, body | {"tools": [RUN]}).headers
 
 
 def test_a_call_of_a_custom_tool_goes_out_in_pieces_and_comes_in_again_as_it_was_said(
@@ -388,6 +422,15 @@ def test_a_pattern_constrains_as_a_grammar_does(
 def test_where_no_grammar_can_be_placed_the_input_is_to_be_checked(parser: str, body: dict[str, Any]) -> None:
     _, call = Asked(parser).grammar(**body)
     assert call.grammars.keys() == {"edit"}
+
+
+@pytest.mark.parametrize("model", ["gemma4", "glm_4_7", "hy_v4", "kimi_k3"])
+def test_a_grammar_that_has_no_place_is_not_taken_for_placed(model: str) -> None:
+    """Nothing would hold or check the input of such a tool."""
+    tool = custom_tools._marked(SimpleNamespace(name="edit"))
+    tag = get_model_structural_tag(model, [tool], "required", reasoning=False)
+    assert tag is not None
+    assert not custom_tools._place(tag.model_dump(), {"edit": 'root ::= "x"'})
 
 
 def test_the_check_of_vllm_that_is_left_out_is_still_the_one_that_refuses_grammars() -> None:

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 
-from baton.engines.vllm.resume import STATELESS, Streams, hindrance
+from baton.config.groups import EngineSettings
+from baton.engines.adapters import Adapter
+from baton.engines.backend import EngineState
+from baton.engines.vllm import engine
+from baton.engines.vllm.engine import VllmEngine
+from baton.engines.vllm.engine_thread import Starts
+from baton.engines.vllm.lora import Loaded
+from baton.engines.vllm.resume import STATELESS, Streams, continued, hindrance
+from baton.errors import EngineUnavailable
 
 pytestmark = [pytest.mark.fault("A15"), pytest.mark.anyio]
 
@@ -75,13 +86,13 @@ class House:
         self.clients = [Client() for _ in range(count)]
         self.resumed = 0
         self.streams = [
-            Streams(client, self._find(at), lambda _tag, _transfer: None, self._count)  # type: ignore[arg-type]
+            Streams(client, self._find(at), lambda _tag, _transfer: None, self._count, f"e{at}")  # type: ignore[arg-type]
             for at, client in enumerate(self.clients)
         ]
 
-    def _find(self, at: int) -> Callable[[], Any]:
-        async def find() -> Streams | None:
-            return self.streams[at + 1] if at + 1 < len(self.streams) else None
+    def _find(self, at: int) -> Callable[[Callable[[Streams], bool]], Any]:
+        async def find(fits: Callable[[Streams], bool]) -> Streams | None:
+            return next((each for each in self.streams[at + 1 :] if fits(each)), None)
 
         return find
 
@@ -147,12 +158,173 @@ async def test_one_under_which_a_third_engine_is_lost_is_taken_to_be_the_cause()
     assert not house.clients[3].engine_core.got
 
 
-async def test_an_adapters_number_is_one_engines_alone() -> None:
+async def test_one_that_moves_to_an_engine_as_that_is_lost_moves_once_more() -> None:
+    house = House(3)
+    first, second, third = house.clients
+    outputs = house.ask()
+    reading = asyncio.ensure_future(some(outputs))
+    await asyncio.sleep(0)
+    first.says("r", 10)
+    assert await reading == [10]
+
+    async def refuse(_request: EngineCoreRequest) -> None:
+        raise EngineDeadError
+
+    house.streams[1]._send = refuse
+    reading = asyncio.ensure_future(some(outputs))
+    await asyncio.sleep(0)
+    first.dies()
+    await asyncio.sleep(0.01)
+    assert not second.engine_core.got
+    assert not second.output_processor.request_states
+    assert third.engine_core.got[0].prompt_token_ids == [1, 2, 3, 10]
+    third.says("r", 11, ends=True)
+    assert await reading == [11]
+    assert house.resumed == 2
+
+
+async def test_one_that_was_alone_takes_no_others_with_it() -> None:
+    """It may be the cause: at an engine with others it would end them too."""
+    house = House(3)
+    busy = EngineCoreRequest("b", [1], None, SamplingParams(detokenize=False), None, 0.0, None, None, None)
+    busy.external_req_id = "b"
+    house.clients[1].output_processor.add_request(busy, None, None, 0, None)
+    reading = asyncio.ensure_future(some(house.ask()))
+    await asyncio.sleep(0)
+    house.clients[0].dies()
+    await asyncio.sleep(0.01)
+    assert not house.clients[1].engine_core.got
+    house.clients[2].says("r", 10)
+    assert await reading == [10]
+
+    house = House(2)
+    house.clients[1].output_processor.add_request(busy, None, None, 0, None)
+    house.clients[0].output_processor.add_request(
+        busy, None, None, 0, RequestOutputCollector(busy.sampling_params.output_kind, "b")
+    )  # type: ignore[union-attr]
+    reading = asyncio.ensure_future(some(house.ask()))
+    await asyncio.sleep(0)
+    house.clients[0].dies()  # under two
+    await asyncio.sleep(0.01)
+    house.clients[1].says("r", 10)
+    assert await reading == [10]
+
+
+class Adapters:
+    """The LoRA adapters of one engine, under numbers of its own."""
+
+    def __init__(self, house: House, at: int, number: int) -> None:
+        self.ended = list[Loaded]()
+        self.loaded = Loaded(ADAPTER, LoRARequest("a", number, "/a"), self.ended.append)
+        house.streams[at].adapter = self.of
+
+    def of(self, adapter: Adapter) -> Loaded:
+        if adapter != ADAPTER or self.loaded.leaves:
+            raise EngineUnavailable
+        return self.loaded
+
+
+ADAPTER = Adapter("a", Path("/a"), "d" * 64, 1)
+
+
+@pytest.mark.fault("A17")
+@pytest.mark.parametrize("begun", [False, True])
+async def test_it_goes_on_with_the_adapter_of_the_same_files_under_its_number_there(*, begun: bool) -> None:
+    house = House(4)
+    left, held = Adapters(house, 2, 3), Adapters(house, 3, 7)  # the second engine has none
+    left.loaded.leaves = True
+    house.clients[0].lost = not begun
+    outputs = house.ask(adapter=ADAPTER, lora_request=LoRARequest("a", 1, "/a"))
+    reading = asyncio.ensure_future(some(outputs))
+    await asyncio.sleep(0.01)
+    if begun:
+        house.clients[0].says("r", 10)
+        assert await reading == [10]
+        reading = asyncio.ensure_future(some(outputs))
+        await asyncio.sleep(0)
+        house.clients[0].dies()
+        await asyncio.sleep(0.01)
+    assert not house.clients[1].engine_core.got
+    assert not house.clients[2].engine_core.got
+    (going_on,) = house.clients[3].engine_core.got
+    assert going_on.lora_request is not None
+    assert going_on.lora_request.lora_int_id == 7
+    assert (held.loaded.running, held.ended) == (1, [])
+    house.clients[3].says("r", 11, ends=True)
+    assert await reading == [11]
+    with pytest.raises(StopAsyncIteration):
+        await anext(outputs)
+    assert (held.loaded.running, held.ended) == (0, [held.loaded])
+
+
+@pytest.mark.fault("A17")
+async def test_it_ends_where_no_engine_has_its_adapter() -> None:
     house = House(2)
     house.clients[0].lost = True
     with pytest.raises(EngineDeadError):
-        await anext(house.ask(lora_request=SimpleNamespace(lora_name="a")))
+        await anext(house.ask(adapter=ADAPTER, lora_request=LoRARequest("a", 1, "/a")))
     assert not house.clients[1].engine_core.got
+
+
+@pytest.mark.fault("A18")
+def test_images_go_along_under_names_of_their_own_unless_only_the_lost_engine_had_them() -> None:
+    data: Any = object()
+    image = MultiModalFeatureSpec(data, "image", "key", PlaceholderRange(offset=1, length=2), "name")
+    request = EngineCoreRequest("r", [1, 5, 5], [image], SamplingParams(), None, 0.0, None, None, None)
+    state: Any = SimpleNamespace(detokenizer=SimpleNamespace(output_token_ids=[9]))
+    assert hindrance(request, state, None) is None
+    again, once_more = (continued(request, state).mm_features or [] for _ in range(2))
+    assert [(each.data, each.identifier, each.mm_position) for each in again] == [
+        (data, "key", image.mm_position)
+    ]
+    assert len({image.mm_hash, again[0].mm_hash, once_more[0].mm_hash}) == 3, "no cache has it by this name"
+    image.data = None
+    assert "image" in (hindrance(request, state, None) or "")
+
+
+@pytest.mark.fault("A18")
+@pytest.mark.parametrize("item", [None, object()])
+async def test_images_that_the_lost_engine_had_are_in_no_prompt(item: Any) -> None:
+    house = House(2)
+    house.clients[0].lost = True
+    prompt = {"mm_hashes": {"image": ["x"]}, "mm_kwargs": {"image": [item]}}
+    outputs = house.streams[0].generate(prompt, SamplingParams(detokenize=False), "r")
+    reading = asyncio.ensure_future(some(outputs))
+    await asyncio.sleep(0.01)
+    if item is None:
+        with pytest.raises(EngineDeadError):
+            await reading
+        return
+    assert house.clients[1].engine_core.got
+    house.clients[1].says("r", 10)
+    assert await reading == [10]
+
+
+@pytest.mark.fault("A19")
+async def test_it_waits_no_longer_than_it_may_and_not_for_what_does_not_return(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = EngineSettings(name="a", model="m")
+    mine = VllmEngine(settings, "m", salt=lambda _tenant: None, starts=Starts())
+    now, looks = [0.0], list[float]()
+    monkeypatch.setattr(engine, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    async def sleep(seconds: float) -> None:
+        looks.append(now[0])
+        now[0] += seconds
+
+    monkeypatch.setattr(engine, "asyncio", SimpleNamespace(sleep=sleep))
+    mine._resume_s = 1.0
+    mine.returns = lambda: False
+    assert await mine._find_again(lambda _found: True) is None
+    assert looks == [], "nothing will be ready"
+    mine.returns = lambda: True
+    assert await mine._find_again(lambda _found: True) is None
+    assert 1.0 <= now[0] < 1.0 + 2 * engine.LOOK_EVERY_S
+    ready: Any = SimpleNamespace(streams=object(), client=SimpleNamespace(errored=False))
+    mine._state, mine._running, now[0] = EngineState.READY, ready, 0.0
+    assert await mine._find_again(lambda found: found is ready.streams) is ready.streams
+    assert await mine._find_again(lambda _found: False) is None
 
 
 async def test_a_client_that_leaves_leaves_nothing_behind() -> None:
@@ -193,6 +365,7 @@ def test_every_parameter_of_a_sample_is_decided() -> None:
     """A new one may depend on what was said: put it into `STATELESS` of resume.py, or here."""
     no_matter = {
         "n",
+        "structured_outputs",  # core.py
         "repetition_penalty",
         "temperature",
         "top_p",

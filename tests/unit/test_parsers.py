@@ -13,7 +13,8 @@ import pytest
 
 from baton.config.groups import EngineSettings
 from baton.doctor.machine import examine
-from baton.models.parsers import CALLS, THOUGHTS, Parser, choose_calls, parsers_of, read_evidence
+from baton.models import parsers
+from baton.models.parsers import CALLS, THOUGHTS, Evidence, Parser, choose_calls, parsers_of, read_evidence
 
 TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}"
 OPEN = "{% if add_generation_prompt %}{{ '<|assistant|>' }}"
@@ -218,6 +219,17 @@ def test_a_parser_that_the_tokenizer_cannot_serve_is_not_chosen_and_that_is_told
     assert choose_calls(evidence) == Parser(
         None, "its calls are written like Llama 3.1, 3.2, 3.3, but its tokenizer lacks <|python_tag|>"
     )
+
+
+def test_a_parser_whose_package_is_missing_is_not_chosen_and_that_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    evidence = Evidence("Cohere2ForCausalLM", TOOLS + "{{ '<|START_ACTION|>' }}")
+    monkeypatch.setattr(parsers, "find_spec", lambda _name: None)
+    found = choose_calls(evidence)
+    assert (found.name, "`cohere_melody`" in found.why) == (None, True)
+    monkeypatch.setattr(parsers, "find_spec", lambda name: name)
+    assert choose_calls(evidence).name == "cohere_command3"
 
 
 def test_of_a_hub_s_model_the_files_that_are_here_are_read(tmp_path: Path) -> None:

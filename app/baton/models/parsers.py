@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ class Family:
         tokens: tokens that the tokenizer must have.
         architectures: beginnings of the architecture's name; empty: any.
         templateless: whether vLLM writes the prompts itself, so that no template is asked.
+        package: what the parser imports, and vLLM does not bring; empty: nothing.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Family:
     tokens: tuple[str, ...] = ()
     architectures: tuple[str, ...] = ()
     templateless: bool = False
+    package: str = ""
 
 
 THINK = ("<think>", "</think>")
@@ -84,7 +87,13 @@ CALLS: tuple[Family, ...] = (
     Family("InternLM 2.5", "internlm", ("<|action_start|>", "<|plugin|>")),
     Family("LongCat", "longcat", ("<longcat_tool_call>",)),
     Family("Step 3", "step3", ("<｜tool_calls_begin｜>",)),
-    Family("Command A, Command R7B", "cohere_command3", ("<|START_ACTION|>",), architectures=("Cohere2For",)),
+    Family(
+        "Command A, Command R7B",
+        "cohere_command3",
+        ("<|START_ACTION|>",),
+        architectures=("Cohere2For",),
+        package="cohere_melody",
+    ),
     Family("Granite 3", "granite", ("<|tool_call|>",), architectures=("Granite",)),
     Family("Granite 4", "granite4", ("<tool_call>", "arguments"), architectures=("GraniteMoeHybrid",)),
     Family("Phi-4-mini", "phi4_mini_json", ("functools",), architectures=("Phi3For", "Phi4")),
@@ -135,6 +144,7 @@ THOUGHTS: tuple[Family, ...] = (
         ("<|START_THINKING|>",),
         tokens=("<|START_THINKING|>", "<|END_THINKING|>"),
         architectures=("Cohere2For",),
+        package="cohere_melody",
     ),
     Family("Kimi K2 Thinking", "kimi_k2", (KIMI_CALLS, "<think>"), tokens=THINK),
     Family("MiniMax M2", "minimax_m2", opens="<think>", tokens=THINK, architectures=("MiniMaxM2",)),
@@ -249,6 +259,8 @@ class Evidence:
                 continue
             if missing := [token for token in family.tokens if token not in self.tokens]:
                 return Parser(None, f"{what} like {family.name}, but its tokenizer lacks {missing[0]}")
+            if family.package and find_spec(family.package) is None:
+                return Parser(None, f"{what} like {family.name}, whose parser needs `{family.package}` (pip)")
             if family.templateless:
                 return Parser(family.parser, f"its architecture is {self.architecture}")
             marks = ", ".join(dict.fromkeys(mark for mark in (*family.written, family.opens) if mark))

@@ -74,6 +74,9 @@ CUT_HEADER = "X-Baton-Max-Tokens"
 """Header of an answer whose limit was above what its prompt leaves of the context: the limit that held."""
 
 
+UNOFFERED_HEADER = "X-Baton-Tools-Left-Out"
+"""Header of an answer whose request offered tools that nobody runs here, and that the model was not shown."""
+
 UNHELD_HEADER = "X-Baton-Schema-Unheld"
 """Header of an answer that a grammar constrains: the keywords of its schemas that the grammar leaves out."""
 

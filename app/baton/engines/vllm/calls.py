@@ -1,7 +1,8 @@
-"""Find the calls of tools that a model writes in JSON, in an answer that comes in pieces of any size.
+"""Find the calls of tools that a model writes, in an answer that comes in pieces of any size.
 
-The JSON itself is followed: `</tool_call>` within an argument ends no call, what is cut stays as it was
-written, and the same answer has the same calls whatever pieces it comes in.
+Calls in JSON are followed as they are written: `</tool_call>` within an argument ends no call, what is cut
+stays as it was written, and the same answer has the same calls whatever pieces it comes in. Calls in other
+languages are found one by one, and read when they are complete.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Protocol
 
 AT_ONCE = 256
 """Characters that are read at once, so that a long answer costs no more than its length."""
@@ -40,6 +41,8 @@ class Form:
         header: what stands between `opens` and the arguments, with a group `name`. None: the call is an
             object with members for its name and its arguments.
         loose: characters that are left out after a call, beside white space.
+        listed: whether calls stand in a list.
+        keyed: whether a call is an object whose only key is its name.
     """
 
     opens: tuple[str, ...]
@@ -47,6 +50,8 @@ class Form:
     begins: tuple[str, ...] = ()
     header: re.Pattern[str] | None = None
     loose: str = ""
+    listed: bool = False
+    keyed: bool = False
 
     @property
     def marked(self) -> bool:
@@ -69,6 +74,17 @@ DEEPSEEK_V3 = replace(
 """DeepSeek V3 and R1: the name in a line of its own, the arguments fenced as Markdown."""
 DEEPSEEK_V31 = replace(DEEPSEEK_MARKS, header=re.compile(r"\s*(?P<name>[^\n<]*?)\s*<｜tool▁sep｜>\s*(?=\S)"))
 """DeepSeek V3.1: name, separator, arguments."""
+LONGCAT = replace(TAGGED, opens=("<longcat_tool_call>",), closes=("</longcat_tool_call>",))
+ERNIE = replace(TAGGED, begins=("<response>", "</response>"), loose="")
+INTERNLM = Form(("<|action_start|><|plugin|>",), ("<|action_end|>",))
+PHI = Form(("functools",), loose="]", listed=True)
+"""Phi-4-mini: `functools[{"name": "look", "arguments": {}}]`."""
+TAGGED_LIST = Form(("<tool_calls>",), ("</tool_calls>",), loose="]", listed=True)
+"""Jamba, Hunyuan A13B."""
+APERTUS = Form(("<|tools_prefix|>",), ("<|tools_suffix|>",), loose="]", listed=True, keyed=True)
+"""Apertus: `<|tools_prefix|>[{"look": {}}]<|tools_suffix|>`."""
+REQUIRED = Form(("[",), loose="]", listed=True)
+"""What vLLM's grammar holds a model to that must call a tool, where it has no grammar of the family's own."""
 
 
 class JsonValue:
@@ -103,6 +119,20 @@ class JsonValue:
             if self.ended:
                 return at + 1
         return len(text)
+
+
+class Reader(Protocol):
+    """A reader of the calls in an answer that comes in pieces."""
+
+    def feed(self, text: str) -> list[Piece]:
+        """Read the next piece of the answer."""
+
+    def finish(self, *, cut: bool) -> list[Piece]:
+        """Read the end of the answer; `cut` says whether something cut it there."""
+
+    @property
+    def open(self) -> bool:
+        """Whether a call has begun, and is not complete."""
 
 
 class CallReader:
@@ -216,8 +246,11 @@ class CallReader:
         return True
 
     def _opening(self, found: list[Piece]) -> bool:
-        """Read the bracket that begins an object."""
+        """Read the bracket that begins an object, and that of a list of them."""
         self._take_space()
+        if self._form.listed and self._rest.startswith("["):
+            self._take(1)
+            self._take_space()
         if not self._rest and len(self._held) < NAME_CHARS:
             return False
         if not self._rest.startswith("{"):
@@ -247,6 +280,9 @@ class CallReader:
             return True
         again = match[1] in ARGUMENTS and self._argued
         self._key = "" if again else match[1]
+        if self._form.keyed:
+            self._key = "" if self._named else ARGUMENTS[0]
+            self._name, self._named = self._name or match[1], True
         self._take(match.end())
         self._value, self._step = JsonValue(), self._member
         if self._key in ARGUMENTS:
@@ -318,6 +354,9 @@ class CallReader:
         left = self._rest.lstrip(self._form.loose + " \t\r\n")
         self._blank += "".join(char for char in self._rest[: len(self._rest) - len(left)] if char.isspace())
         self._rest = left
+        if self._form.listed and left.startswith(","):
+            self._rest, self._step = left[1:], self._opening
+            return True
         for mark in marks:
             if self._rest.startswith(mark):
                 self._rest = self._rest[len(mark) :]
@@ -326,6 +365,275 @@ class CallReader:
             return False
         self._step = self._outside
         return True
+
+
+class NamedReader:
+    """The call of an answer that is nothing but the arguments of a tool that the request named."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._begun = False
+        self._value = JsonValue()
+
+    def feed(self, text: str) -> list[Piece]:
+        """Read the next piece of the arguments; what follows them is left out."""
+        text = text if self._begun else text.lstrip()
+        if self._value.ended or not text:
+            return []
+        named: list[Piece] = [] if self._begun else [("name", self._name)]
+        self._begun = True
+        return [*named, ("arguments", text[: self._value.read(text)])]
+
+    def finish(self, *, cut: bool) -> list[Piece]:
+        """Read the end of the answer."""
+        del cut
+        return []
+
+    @property
+    def open(self) -> bool:
+        """Whether the arguments have begun, and are not complete."""
+        return self._begun and not self._value.ended
+
+
+@dataclass(frozen=True)
+class Block:
+    """The form in which a family of models writes calls in a language of its own.
+
+    Attributes:
+        opens: the marks of which each begins calls.
+        whole: the text of calls as the family's parser reads it, with `{}` where they stand.
+        closes: the marks that end the calls, and are left out.
+        ends: the mark that ends each call. Empty: a call is Python's, and ends with its last bracket.
+        first: whether calls stand at the beginning of an answer only.
+    """
+
+    opens: tuple[str, ...]
+    whole: str
+    closes: tuple[str, ...] = ()
+    ends: str = ""
+    first: bool = False
+
+
+PYTHON = Block(("[",), "[{}]", ("]",), first=True)
+"""Llama 3.2, ToolACE: `[look(at="x"), find_it()]`."""
+LLAMA4 = replace(PYTHON, opens=("<|python_start|>[", "["), closes=("]<|python_end|>", "]"))
+OLMO = Block(("<function_calls>",), "<function_calls>{}</function_calls>", ("</function_calls>",))
+LFM = Block(
+    ("<|tool_call_start|>[",),
+    "<|tool_call_start|>[{}]<|tool_call_end|>",
+    ("]<|tool_call_end|>", "<|tool_call_end|>"),
+)
+STEP = Block(
+    ("<｜tool_calls_begin｜>",),
+    "<｜tool_calls_begin｜>{}<｜tool_calls_end｜>",
+    ("<｜tool_calls_end｜>",),
+    ends="<｜tool_call_end｜>",
+)
+FUNCTION_GEMMA = Block(("<start_function_call>",), "<start_function_call>{}", ends="<end_function_call>")
+
+CALLED = re.compile(r"[A-Za-z_][\w.]*\(")
+"""The beginning of a call in Python."""
+MAY_BE_CALLED = re.compile(r"(?:[A-Za-z_][\w.]{0,255})?")
+"""What may become one when more is written."""
+
+
+class BlockReader:
+    """The calls in an answer that are written one after the other, each of which is read when it is complete.
+
+    Args:
+        read: reads the calls, name and arguments, out of a text that holds nothing else.
+    """
+
+    def __init__(self, block: Block, read: Callable[[str], list[tuple[str, str]]]) -> None:
+        self._block = block
+        self._read = read
+        self._rest = self._held = ""
+        self._inside = self._said = self._called = False
+        self._restart()
+
+    def _restart(self) -> None:
+        """Begin a call."""
+        self._at = self._depth = 0
+        self._quote = self._within = ""
+
+    def feed(self, text: str) -> list[Piece]:
+        """Read the next piece of the answer."""
+        found: list[Piece] = []
+        self._rest += text
+        while self._element(found) if self._inside else self._outside(found):
+            pass
+        return found
+
+    def finish(self, *, cut: bool) -> list[Piece]:
+        """Read the end of the answer: what only began is left out if it was cut, else read, or text."""
+        found: list[Piece] = []
+        if cut:
+            return found
+        if self._inside and self._rest.strip():
+            self._give(found, self._rest)
+        else:
+            self._say(found, self._held + self._rest)
+        return found
+
+    @property
+    def open(self) -> bool:
+        """Whether a call has begun, and is not complete."""
+        return self._inside and bool(self._rest.strip())
+
+    def _say(self, found: list[Piece], text: str) -> None:
+        text = text.strip() if self._called else text
+        self._said = self._said or bool(text.strip())
+        found += [("text", text)] if text else []
+
+    def _outside(self, found: list[Piece]) -> bool:
+        """Pass text on until a mark; white space waits for what follows."""
+        marks = () if self._block.first and (self._said or self._called) else self._block.opens
+        places = [(at, -len(mark)) for mark in marks if (at := self._rest.find(mark)) >= 0]
+        at, length = min(places, default=(-1, 0))
+        if at < 0 or (self._block.first and self._rest[:at].strip()):
+            sure = len(self._rest) - (_begun(self._rest, marks) if marks else 0)
+            text = self._rest[:sure].rstrip()
+            self._rest = self._rest[len(text) :]
+            self._say(found, text)
+            return False
+        text = self._rest[:at].rstrip()
+        self._say(found, text)
+        self._held, self._rest = self._rest[len(text) : at - length], self._rest[at - length :]
+        self._inside = True
+        return True
+
+    def _element(self, found: list[Piece]) -> bool:
+        """Read the next call, or what ends them all."""
+        block = self._block
+        if not self._at:
+            if self._called or not block.first:
+                self._rest = self._rest.lstrip(" \t\r\n,;")
+            if any(mark.startswith(self._rest) and mark != self._rest for mark in block.closes):
+                return False
+            for mark in block.closes:
+                if self._rest.startswith(mark) and (self._called or not block.first):
+                    self._rest, self._held = self._rest[len(mark) :], ""
+                    self._inside = False
+                    return True
+            if not block.ends and CALLED.match(self._rest) is None:
+                if MAY_BE_CALLED.fullmatch(self._rest):
+                    return False
+                self._inside = False
+                text, self._held = self._held, ""
+                self._say(found, text)
+                return True
+        end = self._end()
+        if end < 0:
+            return False
+        text, self._rest = self._rest[:end], self._rest[end:]
+        self._restart()
+        self._give(found, text)
+        self._inside = self._inside and bool(block.closes)
+        return True
+
+    def _end(self) -> int:
+        """Return where the call ends; -1: further on."""
+        block = self._block
+        marks = (block.ends,) if block.ends else tuple(mark for mark in block.closes if len(mark) > 1)
+        if not block.ends:
+            for at in range(self._at, len(self._rest)):
+                if self._is_last(self._rest[at]):
+                    return at + 1
+        since = max(0, self._at - max(map(len, marks), default=0))
+        self._at = len(self._rest)
+        places = [place for mark in marks if (place := self._rest.find(mark, since)) >= 0]
+        if not places:
+            return -1
+        return min(places) + (len(block.ends) if block.ends else 0)
+
+    def _is_last(self, char: str) -> bool:
+        """Follow brackets and quotes; return whether this is a call's last one."""
+        if self._quote == "\\":
+            self._quote = self._within
+        elif self._quote:
+            if char == "\\":
+                self._within, self._quote = self._quote, char
+            elif char == self._quote:
+                self._quote = ""
+        elif char in "\"'":
+            self._quote = char
+        elif char in "([{":
+            self._depth += 1
+        elif char in ")]}":
+            self._depth -= 1
+            return self._depth <= 0
+        return False
+
+    def _give(self, found: list[Piece], text: str) -> None:
+        """Give the calls in a text; what is none before any is text, and after one is left out."""
+        calls = self._read(self._block.whole.replace("{}", text))
+        for name, arguments in calls:
+            found += [("name", name), ("arguments", arguments)]
+        self._called = self._called or bool(calls)
+        if not self._called:
+            self._inside = False
+            self._say(found, self._held + text)
+        self._held = ""
+
+
+@dataclass(frozen=True)
+class Thoughts:
+    """The marks of thoughts that are text.
+
+    Attributes:
+        opens: each begins thoughts, at the beginning of an answer.
+        closes: each ends them.
+        always: whether an answer without a mark begins with thoughts, because its prompt has opened them.
+    """
+
+    opens: tuple[str, ...]
+    closes: tuple[str, ...]
+    always: bool = False
+
+
+OLMO_THOUGHTS = Thoughts(("<think>",), ("</think>",), always=True)
+GRANITE_THOUGHTS = Thoughts(
+    ("Here is my thought process:", "Here's my thought process:"),
+    ("Here is my response:", "Here's my response:"),
+)
+
+
+class ThoughtReader:
+    """The thoughts at the beginning of an answer that comes in pieces of any size."""
+
+    def __init__(self, marks: Thoughts) -> None:
+        self._marks = marks
+        self._rest = ""
+        self._inside = False
+
+    def feed(self, text: str, *, finished: bool, cut: bool) -> tuple[str, str | None]:
+        """Read the next piece.
+
+        Args:
+            finished: whether it is the last one.
+            cut: whether something cut the answer there: what only began to be a mark is left out then.
+
+        Returns:
+            thoughts, and what comes after them; None: they go on.
+        """
+        self._rest += text
+        if not self._inside:
+            begun = self._rest.lstrip()
+            mark = next((mark for mark in self._marks.opens if begun.startswith(mark)), None)
+            may_be = any(mark.startswith(begun) for mark in self._marks.opens)
+            if mark is None and may_be and (cut or not finished):
+                return "", None
+            if mark is None and not self._marks.always:
+                return "", self._rest
+            self._rest, self._inside = begun[len(mark or "") :], True
+        places = [(at, mark) for mark in self._marks.closes if (at := self._rest.find(mark)) >= 0]
+        if places:
+            at, mark = min(places)
+            return self._rest[:at], self._rest[at + len(mark) :]
+        kept = _begun(self._rest, self._marks.closes) if cut or not finished else 0
+        thoughts = self._rest[: len(self._rest) - kept]
+        self._rest = self._rest[len(thoughts) :]
+        return thoughts, None
 
 
 def _begun(text: str, marks: Iterable[str]) -> int:

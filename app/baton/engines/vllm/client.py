@@ -461,7 +461,14 @@ class WatchedClient:
             headers[RESUMED_HEADER] = str(int(headers.get(RESUMED_HEADER, 0)) + 1)
 
         return self._streams.generate(
-            prompt, params, request_id, transfer=transfer, tag=tag, resumed=resumed, **options
+            prompt,
+            params,
+            request_id,
+            transfer=transfer,
+            tag=tag,
+            resumed=resumed,
+            adapter=call.adapter.adapter if call.adapter is not None else None,
+            **options,
         )
 
     async def _generate_with_images(

@@ -137,7 +137,8 @@ class ResponsesRequest(VllmResponsesRequest):  # type: ignore[misc]  # vLLM has 
         if self.parallel_tool_calls is False:
             limit_to_single_tool_call(tag)
         found = tag.model_dump()
-        return json.dumps(found) if _placed(found, grammars) else None
+        placed = _place(found, grammars)
+        return json.dumps(found) if grammars.keys() <= placed else None
 
 
 def _marked(tool: Any) -> FunctionTool:
@@ -145,21 +146,25 @@ def _marked(tool: Any) -> FunctionTool:
     return FunctionTool(type="function", name=tool.name, parameters={"const": tool.name}, strict=True)
 
 
-def _placed(tag: Any, grammars: dict[str, str | None]) -> bool:
-    """Put each grammar where its mark is; return whether every mark stood where JSON is expected."""
-    if isinstance(tag, list):
-        return all(_placed(each, grammars) for each in tag)
-    if not isinstance(tag, dict):
-        return True
-    schema = tag.get("json_schema")
-    name = schema.get("const") if isinstance(schema, dict) and schema.keys() == {"const"} else None
-    if tag.get("type") != "json_schema" or not isinstance(name, str) or name not in grammars:
-        return all(_placed(each, grammars) for each in tag.values())
-    if tag.get("style", "json") != "json":
-        return False
-    tag.clear()
-    tag |= {"type": "grammar", "grammar": grammars[name]}
-    return True
+def _place(tag: Any, grammars: dict[str, str | None]) -> set[str]:
+    """Put each grammar where its mark is; return the tools whose every mark stood where JSON is expected."""
+    placed, missed, left = set[str](), set[str](), [tag]
+    while left:
+        part = left.pop()
+        if not isinstance(part, dict):
+            left += part if isinstance(part, list) else []
+            continue
+        schema = part.get("json_schema")
+        name = schema.get("const") if isinstance(schema, dict) and schema.keys() == {"const"} else None
+        if part.get("type") != "json_schema" or not isinstance(name, str) or name not in grammars:
+            left += part.values()
+        elif part.get("style", "json") != "json":
+            missed.add(name)
+        else:
+            placed.add(name)
+            part.clear()
+            part |= {"type": "grammar", "grammar": grammars[name]}
+    return placed - missed
 
 
 # Write a grammar anew for a text that stands in a JSON string.

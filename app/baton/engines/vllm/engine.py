@@ -422,11 +422,13 @@ class VllmEngine:
         watched = WatchedClient(client, image_prompts, audited_tokens(client), streams)
         serving = await handlers.Handlers.build(watched, self._namespace, plugin=plugin is not None)
         adapters = LoadedAdapters(client, serving.adapters, most_adapters(client.vllm_config))
+        if streams is not None:
+            streams.adapter = adapters.of
         special = special_tokens(client.renderer.tokenizer)
         return Running(client, streams, serving, image_prompts, plugin, special, adapters)
 
     def _streams_of(self, client: AsyncLLM) -> Streams | None:
-        return Streams(client, self._find_again, self._watch.add, self._transfers.resumed)
+        return Streams(client, self._find_again, self._watch.add, self._transfers.resumed, name=self.name)
 
     def says_the_same(self, other: VllmEngine) -> bool:
         """Whether a request of another engine can go on here: same weights, same arguments, same handoffs."""
@@ -442,15 +444,20 @@ class VllmEngine:
         )
         return mine == theirs
 
-    async def _find_again(self) -> Streams | None:
-        """Wait until this engine, or one like it, is ready to go on with requests that it was lost under."""
+    async def _find_again(self, fits: Callable[[Streams], bool]) -> Streams | None:
+        """Wait until this engine, or one like it, is ready to go on with a request that it was lost under.
+
+        Args:
+            fits: whether the request may go on with an engine's streams.
+        """
         deadline = time.monotonic() + self._resume_s
         if self._state is EngineState.STARTING and self._running is not None:
             return None  # it is its own warm-up that it was lost under
         while time.monotonic() < deadline and any(engine.returns() for engine in (*self.peers, self)):
             for engine in (*self.peers, self):
-                if engine.state is EngineState.READY and engine._running is not None:
-                    return engine._running.streams
+                streams = engine._running.streams if engine._running is not None else None
+                if engine.state is EngineState.READY and streams is not None and fits(streams):
+                    return streams
             await asyncio.sleep(LOOK_EVERY_S)
         return None
 

@@ -20,6 +20,7 @@ import structlog
 from vllm import envs
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.model_executor.models import registry
+from vllm.usage.usage_lib import UsageContext
 from vllm.utils.system_utils import get_mp_context
 from vllm.v1.engine import utils
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -28,6 +29,7 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger
 from baton.admission.fair_threads import in_own_thread
 from baton.engines.process.fork_server import CURRENT, ForkContext, ForkServer, Launch
 from baton.engines.process.processes import kill, release, segments_of, trees_of, wait_until_gone
+from baton.engines.vllm.core import with_core
 
 GRACE_S = 0.5
 """Seconds an engine's processes get to end by themselves. On a CPU a worker never does: its interpreter takes
@@ -157,10 +159,15 @@ class EngineThread(threading.Thread):
                     self._core = core
                     turn.close()
 
-                CURRENT.set(
-                    Launch(self._starts.server, self._before_fork, launched)
-                )  # this thread's context ends with it
-            return AsyncLLM.from_engine_args(self._args, stat_loggers=[self._logger])
+                # This thread's context ends with it.
+                CURRENT.set(Launch(self._starts.server, self._before_fork, launched))
+            args = self._args
+            return AsyncLLM.from_vllm_config(
+                with_core(args.create_engine_config(UsageContext.ENGINE_CONTEXT)),
+                stat_loggers=[self._logger],
+                enable_log_requests=args.enable_log_requests,
+                disable_log_stats=args.disable_log_stats,
+            )
 
     def _before_fork(self) -> None:
         """End the time in which `end` may interrupt the build: a core that is forked must become known."""

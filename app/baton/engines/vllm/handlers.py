@@ -58,7 +58,7 @@ from baton.engines.vllm.custom_tools import ResponsesRequest, check_inputs, read
 from baton.engines.vllm.errors import UNFORESEEN, from_response, translate, with_schema
 from baton.engines.vllm.parsers import mend
 from baton.errors import BatonError, GenerationFailed, InvalidRequest
-from baton.telemetry.ids import RequestContext
+from baton.telemetry.ids import UNOFFERED_HEADER, RequestContext
 
 # Bodies as the handlers need them.
 
@@ -68,11 +68,14 @@ NO_PARSER = (
 )
 CALLED_BY_CLIENTS = frozenset({"function", "custom", "namespace"})
 """Types of tools whose calls the client answers."""
-OF_A_HOST = frozenset(
+SEARCHES = frozenset(
+    {"web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11"}
+)
+"""Types of tools that programs offer by default, although nothing they do depends on them."""
+OF_A_HOST = SEARCHES | frozenset(
     {
         *("apply_patch", "code_interpreter", "computer", "computer_use_preview", "file_search"),
         *("image_generation", "local_shell", "mcp", "programmatic_tool_calling", "shell", "tool_search"),
-        *("web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11"),
     }
 )
 """Types of tools that OpenAI's servers run, or that its models alone were trained to call."""
@@ -183,6 +186,26 @@ def _is_whole(text: str) -> bool:
     """Return whether every bracket is closed."""
     bare = STRINGS.sub("", text)
     return bare.count("[") == bare.count("]") and bare.count("{") == bare.count("}")
+
+
+def without_searches(body: Json) -> tuple[Json, list[str]]:
+    """Leave out searches of the web that a body only offers, beside tools that its client runs itself.
+
+    An agent works without them, and offers them to every server. Where they are all that is offered, or a
+    tool must be called, the body stays as it is, and is refused.
+
+    Returns:
+        the body, and the types that it no longer has.
+    """
+    tools = body.get("tools")
+    if not isinstance(tools, list) or body.get("tool_choice", "auto") != "auto":
+        return body, []
+    kinds = [str(tool.get("type")) if isinstance(tool, dict) else "" for tool in tools]
+    searches = sorted(SEARCHES.intersection(kinds))
+    if not searches or CALLED_BY_CLIENTS.isdisjoint(kinds):
+        return body, []
+    kept = [tool for tool, kind in zip(tools, kinds, strict=True) if kind not in SEARCHES]
+    return body | {"tools": kept}, searches
 
 
 def require_honoured_tools(operation: Operation, body: Json, *, reads_calls: bool) -> None:
@@ -488,7 +511,11 @@ class Handlers:
         that cannot be honoured.
         """
         if operation is Operation.RESPONSES:
-            body, CURRENT_CALL.get().names = readable_tools(body)
+            call = CURRENT_CALL.get()
+            body, left_out = without_searches(body)
+            if left_out:
+                call.context.answer_headers[UNOFFERED_HEADER] = ", ".join(left_out)
+            body, call.names = readable_tools(body)
         if operation in (Operation.CHAT, Operation.RESPONSES, Operation.MESSAGES):
             body = only_allowed_tools(body)
             require_honoured_tools(operation, body, reads_calls=self.reads_calls)

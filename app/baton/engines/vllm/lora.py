@@ -62,6 +62,22 @@ class Loaded:
     running: int = 0
     leaves: bool = False
 
+    def begin(self) -> None:
+        """Hold it for one more request.
+
+        Raises:
+            ModelNotFound: no further request may begin with it: the engine would read its files again.
+        """
+        if self.leaves:
+            raise _gone(self.adapter)
+        self.running += 1
+
+    def end(self) -> None:
+        """Hold it for one request less."""
+        self.running -= 1
+        if not self.running:
+            self.unused(self)
+
 
 def held(loaded: Loaded | None, outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
     """Hold an adapter while the engine works on a request with it; None: it has none.
@@ -73,17 +89,13 @@ def held(loaded: Loaded | None, outputs: AsyncGenerator[Any, None]) -> AsyncGene
 
 
 async def _holding(loaded: Loaded, outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
-    if loaded.leaves:  # the engine would read its files again
-        raise _gone(loaded.adapter)
-    loaded.running += 1
+    loaded.begin()
     try:
         async with aclosing(outputs):
             async for output in outputs:
                 yield output
     finally:
-        loaded.running -= 1
-        if not loaded.running:
-            loaded.unused(loaded)
+        loaded.end()
 
 
 class LoadedAdapters:

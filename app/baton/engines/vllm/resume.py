@@ -6,8 +6,10 @@ moves into the front end of the engine that goes on, whose core gets the same re
 behind its prompt. vLLM's handlers and parsers see one stream of outputs that goes on.
 
 Before its first token every request may begin anew. Later a greedy one goes on with the very tokens that it
-would have had, a sampled one with a valid sample, as does a seeded one, with other random numbers. What a
-core knows beside the tokens is lost: requests that need it end as they would without this, see `hindrance`.
+would have had, a sampled one with a valid sample, as does a seeded one, with other random numbers. Its
+grammar accepts first what was said (`core.py`), its adapter is the one of the same files there, and its
+images are sent again. What a core knows beside that is lost: requests that need it end as they would without
+this, see `hindrance`.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from copy import copy
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import structlog
 from vllm.exceptions import GracefulHTTPError, VLLMClientError
@@ -26,18 +30,23 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.engine.output_processor import RequestOutputCollector, RequestState
 
 from baton.engines.transfers import TransferRequest
+from baton.engines.vllm.core import SAID_KEY
 from baton.engines.vllm.images import hashes_of
+from baton.errors import BatonError
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
+
+    from baton.engines.adapters import Adapter
+    from baton.engines.vllm.lora import Loaded
 
 log = structlog.get_logger("baton.engine")
 
 STATELESS: dict[str, Any] = {
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
-    "structured_outputs": None,
     "bad_words": (None, []),
     "thinking_token_budget": None,
     "repetition_detection": None,
@@ -60,25 +69,34 @@ class Streams:
 
     Args:
         client: the client; what it sends its core, and how it tells of its core's end, is noted from now on.
-        find: waits for the streams of an engine that may go on with these, which may be of the same engine;
-            None: none came in time.
+        find: waits for the streams of an engine that may go on with these, which may be of the same engine,
+            and for which what it is given is true; None: none came in time.
         expect: called with the tag and the transfer of a request that goes on here.
         resumed: called for each request that went on elsewhere.
+        name: of the engine.
+
+    Attributes:
+        adapter: finds a LoRA adapter as the engine holds it; None: it holds none.
     """
+
+    adapter: Callable[[Adapter], Loaded] | None = None
 
     def __init__(
         self,
         client: AsyncLLM,
-        find: Callable[[], Awaitable[Streams | None]],
+        find: Callable[[Callable[[Streams], bool]], Awaitable[Streams | None]],
         expect: Callable[[str, TransferRequest], None],
         resumed: Callable[[], None],
+        name: str = "",
     ) -> None:
         self.client = client
+        self.name = name
         self._find = find
         self._expect = expect
         self._resumed = resumed
         self._sent: dict[str, EngineCoreRequest] = {}
         self._unread: dict[RequestOutputCollector, RequestOutput] = {}
+        self._crowd = 0
         core, processor = client.engine_core, client.output_processor
         self._send, self._propagate = core.add_request_async, processor.propagate_error
         core.add_request_async = self._note_and_send
@@ -93,6 +111,7 @@ class Streams:
         transfer: TransferRequest | None = None,
         tag: str = "",
         resumed: Callable[[], None] = lambda: None,
+        adapter: Adapter | None = None,
         **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Generate as `AsyncLLM.generate`, and go on elsewhere if the core is lost.
@@ -101,21 +120,24 @@ class Streams:
             transfer: what the request loads and saves.
             tag: id of reports about it.
             resumed: called each time that it goes on.
+            adapter: the LoRA adapter that it is computed with; None: none.
             options: as of `AsyncLLM.generate`.
 
         Raises:
             EngineDeadError: the core was lost, and the request cannot go on, or no engine came in time.
             EngineGenerateError: vLLM failed otherwise.
         """
-        at, queue, moves = self, None, 0
+        at, queue, moves, held = self, None, 0, _Held(adapter)
         try:
             while queue is None:
                 try:
                     queue = await at.client.add_request(request_id, prompt, params, **options)
                 except EngineDeadError:
-                    if options.get("lora_request") is not None or hashes_of(prompt):
-                        raise  # of that engine: its adapter's number, its images
-                    at, moves = await at._next(moves), moves + 1
+                    if hashes_of(prompt) and not _has_images(prompt):
+                        raise  # that engine had them
+                    at, moves = await at._next(moves, held, alone=False), moves + 1
+                    if adapter is not None:
+                        options["lora_request"] = held.request
                     if transfer is not None and transfer.moves_kv:
                         at._expect(tag, transfer)
                     resumed()
@@ -128,7 +150,7 @@ class Streams:
                     if unread is not None and unread.finished:
                         yield unread
                         return
-                    at, queue = await at._move(queue, moves, transfer, tag)
+                    at, queue = await at._move(queue, moves, held, transfer, tag)
                     moves += 1
                     resumed()
                     if unread is not None:
@@ -150,17 +172,35 @@ class Streams:
                 await at.client.abort(queue.request_id, internal=True)
             raise EngineGenerateError() from error
         finally:
+            held.take(None)
             if queue is not None:
                 at._forget(queue, params.n)
 
-    async def _next(self, moves: int) -> Streams:
-        if moves >= MOST_MOVES or (found := await self._find()) is None:
+    async def _next(self, moves: int, held: _Held, *, alone: bool) -> Streams:
+        """Find the engine that goes on with a request, and hold its adapter there.
+
+        Args:
+            alone: whether it was the only request of the engine that was lost, and so perhaps the cause: it
+                goes on at its own engine, or at one that has no others.
+        """
+
+        def fits(found: Streams) -> bool:
+            lonely = found.name == self.name or not found.client.output_processor.request_states
+            return (lonely or not alone) and held.is_at(found)
+
+        if moves >= MOST_MOVES or (found := await self._find(fits)) is None:
             raise EngineDeadError()
+        held.take(found)
         self._resumed()
         return found
 
     async def _move(
-        self, queue: RequestOutputCollector, moves: int, transfer: TransferRequest | None, tag: str
+        self,
+        queue: RequestOutputCollector,
+        moves: int,
+        held: _Held,
+        transfer: TransferRequest | None,
+        tag: str,
     ) -> tuple[Streams, RequestOutputCollector]:
         """Hand the states of a request, one for each of its answers, to the engine that goes on with it."""
         states = [
@@ -174,17 +214,20 @@ class Streams:
                 raise EngineDeadError()
         if not states:
             raise EngineDeadError()
-        found = await self._next(moves)
+        found = await self._next(moves, held, alone=self._crowd == 1)
         if transfer is not None and transfer.moves_kv:
             found._expect(tag, transfer)
         moved = RequestOutputCollector(states[0].output_kind, queue.request_id)
         for state in states:
             self.client.output_processor.request_states.pop(state.request_id, None)
             found._adopt(state, moved)
-        for state, request in zip(states, requests, strict=True):
-            assert request is not None
-            found._sent[state.request_id] = request  # whole: it may have to move once more
-            await found._send(continued(request, state))
+        try:
+            for state, request in zip(states, requests, strict=True):
+                assert request is not None
+                found._sent[state.request_id] = request  # whole: it may have to move once more
+                await found._send(continued(request, state, held.request))
+        except EngineDeadError as error:
+            moved.put(error)  # it is read next, and moves the request on
         return found, moved
 
     def _adopt(self, state: RequestState, queue: RequestOutputCollector) -> None:
@@ -203,7 +246,9 @@ class Streams:
 
     def _keep_unread(self, error: Exception) -> None:
         """Keep the outputs that nobody has read yet: vLLM puts the error into their place."""
-        for state in self.client.output_processor.request_states.values():
+        states = self.client.output_processor.request_states.values()
+        self._crowd = len({id(state.queue) for state in states})
+        for state in states:
             if state.queue is not None and isinstance(state.queue.output, RequestOutput):
                 self._unread[state.queue] = state.queue.output
         self._propagate(error)
@@ -216,6 +261,11 @@ class Streams:
         self._sent.pop(queue.request_id, None)
 
 
+def _has_images(prompt: Any) -> bool:
+    """Return whether a rendered prompt holds its images: not where the engine had them already."""
+    return all(item is not None for items in prompt["mm_kwargs"].values() for item in items)
+
+
 def hindrance(
     request: EngineCoreRequest, state: RequestState, transfer: TransferRequest | None
 ) -> str | None:
@@ -224,10 +274,8 @@ def hindrance(
     embedded = request.prompt_token_ids is None or request.prompt_embeds is not None
     if params is None or detokenizer is None or embedded:
         return "its prompt is not all token ids"
-    if request.lora_request is not None:
-        return "its adapter may have another number there"
-    if request.mm_features:
-        return "its prompt holds images"
+    if any(feature.data is None for feature in request.mm_features or ()):
+        return "its prompt holds an image that only the lost engine had"
     if not detokenizer.output_token_ids:
         return None  # it begins anew
     for name, harmless in STATELESS.items():
@@ -242,13 +290,61 @@ def hindrance(
     return None
 
 
-def continued(request: EngineCoreRequest, state: RequestState) -> EngineCoreRequest:
-    """Make the request that goes on behind what was said."""
+class _Held:
+    """The LoRA adapter of a request, held at the engine that the request went on at.
+
+    Args:
+        adapter: None: it has none.
+
+    Attributes:
+        request: what vLLM is told there to compute with it.
+    """
+
+    def __init__(self, adapter: Adapter | None) -> None:
+        self._adapter = adapter
+        self._loaded: Loaded | None = None
+        self.request: LoRARequest | None = None
+
+    def is_at(self, found: Streams) -> bool:
+        """Whether an engine holds the adapter, of the same files."""
+        if self._adapter is None:
+            return True
+        if found.adapter is None:
+            return False
+        try:
+            return found.adapter(self._adapter) is not None
+        except BatonError:
+            return False
+
+    def take(self, found: Streams | None) -> None:
+        """Hold it at an engine in place of the last one; None: at none any more."""
+        if self._loaded is not None:
+            self._loaded.end()
+        self._loaded = self.request = None
+        if self._adapter is not None and found is not None and found.adapter is not None:
+            self._loaded = found.adapter(self._adapter)
+            self._loaded.begin()
+            self.request = self._loaded.request
+
+
+def continued(
+    request: EngineCoreRequest, state: RequestState, adapter: LoRARequest | None = None
+) -> EngineCoreRequest:
+    """Make the request that goes on behind what was said.
+
+    Args:
+        adapter: what the engine is told to compute with.
+    """
     assert request.sampling_params is not None
     assert request.prompt_token_ids is not None
     assert state.detokenizer is not None
     said = list(state.detokenizer.output_token_ids)
     rest = copy(request)
+    rest.lora_request = adapter
+    # Under names of their own: what this front end has noted of its core's cache stays true.
+    rest.mm_features = [
+        replace(feature, mm_hash=f"{feature.mm_hash}.{uuid4().hex}") for feature in request.mm_features or ()
+    ] or request.mm_features
     if not said:
         return rest
     params = request.sampling_params.clone()
@@ -259,5 +355,7 @@ def continued(request: EngineCoreRequest, state: RequestState) -> EngineCoreRequ
     if params.seed is not None:
         # With the same one the random numbers of the beginning would come again; 64 bits hold it.
         params.seed = (params.seed + len(said)) % 2**63
+    if params.structured_outputs is not None:
+        params.extra_args = (params.extra_args or {}) | {SAID_KEY: len(said)}
     rest.prompt_token_ids, rest.sampling_params = [*request.prompt_token_ids, *said], params
     return rest

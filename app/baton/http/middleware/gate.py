@@ -137,7 +137,7 @@ AUTHORITY = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]]+)(:[0-9]*)?")
 ORIGIN = re.compile(r"https?://([^/@?#\s]+)")
 EXPOSED = (
     *("Location", "Retry-After", "X-Baton-Fallback", "X-Baton-Max-Tokens", "X-Baton-Resumed"),
-    "X-Baton-Schema-Unheld",
+    *("X-Baton-Schema-Unheld", "X-Baton-Tools-Left-Out"),
     *("X-Handoff-Id", "X-Request-Id"),
 )
 """Headers of answers that scripts of other sites may read."""
