@@ -7,6 +7,7 @@ import contextlib
 import socket
 import sqlite3
 from collections.abc import AsyncIterator, Collection, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,13 @@ from baton import __version__
 from baton.admission.api_keys import Keyring, keyring_for
 from baton.admission.body_budget import BodyBudget, BodyRooms
 from baton.admission.tenants import Admission
+from baton.batches.lines import Reader
+from baton.batches.service import Batches, batch_threads
 from baton.config.settings import Settings
 from baton.engines.fleet import Fleet, FleetReport
 from baton.errors import SettingsError
 from baton.http import openapi
+from baton.http.body.json import parse_object
 from baton.http.body.trial import TrialCompiler
 from baton.http.middleware.frame import (
     DrainMiddleware,
@@ -41,6 +45,7 @@ from baton.http.middleware.gate import (
 from baton.http.middleware.weight import BodyLimitMiddleware, MemoryShortageMiddleware
 from baton.http.request import Drain, Gateway, body_threads
 from baton.http.routes import ROUTERS, metrics, page
+from baton.http.routes.batches import LineAsker, refusal_of
 from baton.http.uvicorn_server import MetricsServer
 from baton.images.reader import ImageReader, fetcher_of
 from baton.library.here.images import ImageStore
@@ -136,6 +141,8 @@ def create_app(
     memory = MemoryWatch(reader, int(settings.admission.memory_reserve), fleet.metrics.memory)
     keyring = keyring_for(settings)
     gateway = _build_gateway(settings, fleet)
+    rooms = BodyRooms.of(settings, available=reader.available(), one_tenant=keyring is None)
+    held = fleet.metrics.bodies.labels("lines")
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -143,6 +150,9 @@ def create_app(
             _services(gateway, memory, metrics_listener),
             _running(app, fleet, report),
             gateway.relay.running(),
+            gateway.batches.running(
+                LineAsker(app, gateway, BodyBudget(rooms.lines, held, short=lambda: memory.short))
+            ),
         ):
             yield
 
@@ -166,7 +176,7 @@ def create_app(
     openapi.install(app, settings.root_path)
     app.add_exception_handler(HTTPException, http_exception)
     app.add_exception_handler(RequestValidationError, invalid_parameters)
-    _add_middleware(app, gateway, keyring, memory, reader.available(), files)
+    _add_middleware(app, gateway, keyring, memory, rooms, files)
     return app
 
 
@@ -174,8 +184,23 @@ def _build_gateway(settings: Settings, fleet: Fleet) -> Gateway:
     """Create the services that the routes use."""
     metrics = fleet.metrics
     library = handoffs_of(settings, metrics, fleet.events)
-    admission = Admission(settings.admission, fleet.names, metrics.admission)
+    admission = Admission(settings.admission, fleet.names, metrics.admission, batches=settings.batches)
     bodies = body_threads(metrics.queues, settings.admission.wait_s)
+    limits = settings.limits
+    batches = Batches(
+        settings.batches,
+        settings.batches_folder,
+        Reader(lambda line: parse_object(line, limits), limits, settings.batches.file_lines),
+        batch_threads(metrics.queues, settings.admission.wait_s),
+        metrics.batches,
+        fleet.events,
+        serves=partial(refusal_of, fleet),
+    )
+
+    def drain() -> None:
+        fleet.events.close()
+        batches.drain()
+
     return Gateway(
         settings,
         fleet,
@@ -189,8 +214,9 @@ def _build_gateway(settings: Settings, fleet: Fleet) -> Gateway:
             bodies,
             metrics.responses,
         ),
-        Pooling(settings.pooling, metrics.pooling, metrics.queues),
-        Drain(fleet.events.close),
+        batches,
+        Pooling(settings.pooling, metrics.pooling, metrics.queues, settings.batches),
+        Drain(drain),
         admission,
         ImageReader(
             settings.images,
@@ -209,17 +235,17 @@ def _add_middleware(
     gateway: Gateway,
     keyring: Keyring | None,
     memory: MemoryWatch,
-    available: int | None,
+    rooms: BodyRooms,
     files: Collection[str],
 ) -> None:
     """Add the middleware. The last one added is the outermost, so the order is that of a response."""
     settings, held = gateway.settings, gateway.metrics.bodies
-    rooms = BodyRooms.of(settings, available=available, one_tenant=keyring is None)
     app.add_middleware(MemoryShortageMiddleware, memory=memory)
     app.add_middleware(
         BodyLimitMiddleware,
         bodies=BodyBudget(rooms.memory, held.labels("memory"), short=lambda: memory.short),
         uploads=BodyBudget(rooms.disk, held.labels("disk")),
+        files=BodyBudget(rooms.files, held.labels("files")),
         edge=settings.edge,
     )
     app.add_middleware(
@@ -252,6 +278,7 @@ async def _services(
     """Run what the gateway needs beside its engines, and close it at the end."""
     with (
         contextlib.closing(gateway.responses),
+        contextlib.closing(gateway.batches),
         contextlib.closing(gateway.pooling),
         contextlib.closing(gateway.images),
         contextlib.closing(gateway.body_threads),

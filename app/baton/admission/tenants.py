@@ -11,10 +11,11 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from baton.admission.fair_queue import FairQueue, QueueLimits
-from baton.config.groups import AdmissionSettings
+from baton.config.groups import AdmissionSettings, BatchSettings
 from baton.errors import BatonError, EngineOverloaded, RateLimited
 from baton.telemetry.metrics import AdmissionMetrics
 
@@ -70,7 +71,7 @@ class Ticket:
 
     def __init__(self) -> None:
         self._tenant: Tenant | None = None
-        self._place: tuple[FairQueue, str] | None = None
+        self._place: Callable[[], None] | None = None
         self._kept = False
 
     def counts_for(self, tenant: Tenant) -> None:
@@ -78,18 +79,20 @@ class Ticket:
         tenant.running += 1
         self._tenant = tenant
 
-    async def enter(self, queue: FairQueue, tenant: str) -> None:
-        """Take a place at an engine, at once or after waiting."""
+    async def enter(self, queue: FairQueue, tenant: str, give_way: Callable[[], None] | None = None) -> None:
+        """Take a place at an engine, at once or after waiting; see `FairQueue.enter_behind` for `give_way`."""
         assert self._place is None
+        if give_way is not None:
+            self._place = await queue.enter_behind(tenant, give_way)
+            return
         await queue.enter(tenant)
-        self._place = (queue, tenant)
+        self._place = partial(queue.leave, tenant)
 
     def leave_engine(self) -> None:
         """Give the engine's place back; a second call does nothing."""
-        place, self._place = self._place, None
-        if place is not None:
-            queue, tenant = place
-            queue.leave(tenant)
+        leave, self._place = self._place, None
+        if leave is not None:
+            leave()
 
     def keep_until(self, work: asyncio.Task[Any]) -> None:
         """Keep everything until `work` is done, which may outlive the answer."""
@@ -121,13 +124,15 @@ class Admission:
         engines: Iterable[str],
         metrics: AdmissionMetrics,
         *,
+        batches: BatchSettings | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
         self._clock = clock
         self._limited = bool(settings.tenant_requests or settings.tenant_rate)
         self._tenants: dict[str, Tenant] = {}
-        self._queues = {name: _queue(name, settings, metrics) for name in engines}
+        batches = batches or BatchSettings()
+        self._queues = {name: _queue(name, settings, batches, metrics) for name in engines}
 
     def admit(self, ticket: Ticket, tenant: str) -> None:
         """Count a request for its tenant; called before the body is read.
@@ -151,16 +156,19 @@ class Admission:
             )
         ticket.counts_for(known)
 
-    async def enter(self, ticket: Ticket, tenant: str, engine: str) -> None:
+    async def enter(
+        self, ticket: Ticket, tenant: str, engine: str, give_way: Callable[[], None] | None = None
+    ) -> None:
         """Wait for a place at an engine, in the tenant's turn.
 
         Args:
             ticket: of the request; it holds the place from then on.
+            give_way: of work that nobody waits for: see `FairQueue.enter_behind`. None: a client waits.
 
         Raises:
             EngineOverloaded: too many requests wait already, or this one waited too long.
         """
-        await ticket.enter(self._queues[engine], tenant)
+        await ticket.enter(self._queues[engine], tenant, give_way)
 
     def at(self, engine: str) -> tuple[int, int]:
         """Return how many requests an engine has, of all tenants, and how many wait for it."""
@@ -189,8 +197,17 @@ class Admission:
         return TokenBucket(rate, burst, self._clock)
 
 
-def _queue(engine: str, settings: AdmissionSettings, metrics: AdmissionMetrics) -> FairQueue:
-    limits = QueueLimits(settings.engine_requests, settings.engine_waiting, settings.wait_s)
+def _queue(
+    engine: str, settings: AdmissionSettings, batches: BatchSettings, metrics: AdmissionMetrics
+) -> FairQueue:
+    limits = QueueLimits(
+        settings.engine_requests,
+        settings.engine_waiting,
+        settings.wait_s,
+        behind=batches.lines,
+        beside=batches.lines_beside,
+        quiet_s=batches.quiet_s,
+    )
     queue = FairQueue(limits, _no_place, metrics.seconds.labels(engine).observe)
     metrics.waiting.labels(engine).set_function(lambda: queue.waiting)
     metrics.running.labels(engine).set_function(lambda: queue.running)

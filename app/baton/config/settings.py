@@ -25,6 +25,7 @@ from baton.config.environment import user_folder
 from baton.config.groups import (
     AdmissionSettings,
     AuthSettings,
+    BatchSettings,
     EdgeSettings,
     EngineSettings,
     Frozen,
@@ -125,6 +126,7 @@ class Settings(BaseSettings):
     supervision: SupervisionSettings = SupervisionSettings()
     handoffs: HandoffSettings = HandoffSettings()
     responses: ResponseSettings = ResponseSettings()
+    batches: BatchSettings = BatchSettings()
     pooling: PoolingSettings = PoolingSettings()
     ui: UiSettings = UiSettings()
     engines: tuple[EngineSettings, ...] = Field(
@@ -243,6 +245,12 @@ class Settings(BaseSettings):
         if self.responses.folder is not None:
             return self.responses.folder.expanduser()
         return Path(self.handoff_store.removeprefix("file:")) / "responses"
+
+    @property
+    def batches_folder(self) -> Path:
+        """Return the folder of files and batches, which need not exist."""
+        folder = self.batches.folder or user_folder("XDG_DATA_HOME", ".local/share") / "baton" / "batches"
+        return folder.expanduser()
 
     @property
     def keys_file(self) -> Path:

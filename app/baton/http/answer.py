@@ -57,7 +57,8 @@ async def take_place(request: Request, engine: Engine) -> Ticket:
         EngineOverloaded: too many requests wait already, or the wait took too long.
     """
     state = state_of(request.scope)
-    await gateway_of(request).admission.enter(state.ticket, state.context.tenant, engine.base)
+    context = state.context
+    await gateway_of(request).admission.enter(state.ticket, context.tenant, engine.base, context.give_way)
     return state.ticket
 
 

@@ -10,11 +10,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import Request
-from starlette.types import Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from baton.admission.fair_queue import QueueLimits, watched_queue
 from baton.admission.fair_threads import FairThreads
 from baton.admission.tenants import Admission, Ticket
+from baton.batches.service import Batches
 from baton.config.groups import LimitSettings
 from baton.config.settings import Settings
 from baton.engines.fleet import Fleet
@@ -43,6 +44,10 @@ UPLOAD_TYPES = frozenset(
     }
 )
 """Media types of `POST /pooling` whose body is a file, not JSON."""
+
+
+FORM = "multipart/form-data"
+"""Media type of `POST /v1/files`."""
 
 
 def media_type_of(request: Request) -> str:
@@ -174,6 +179,7 @@ class Gateway:
     library: Library
     relay: Relay
     responses: StoredResponses
+    batches: Batches
     pooling: Pooling
     drain: Drain
     admission: Admission
@@ -187,6 +193,18 @@ def gateway_of(request: Request) -> Gateway:
     gateway = request.app.state.gateway
     assert isinstance(gateway, Gateway)
     return gateway
+
+
+def replay(body: bytes) -> Receive:
+    """Return an ASGI `receive` that gives a body; then it waits, as for a client that stays."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Message:
+        if not messages:
+            await asyncio.get_running_loop().create_future()
+        return messages.pop()
+
+    return receive
 
 
 # Read a request's body as JSON; work on large bodies runs in threads.
