@@ -112,7 +112,8 @@ class FairQueue:
         """Take a place for what nobody waits for, after waiting however long; returns what gives it back.
 
         Args:
-            give_way: called when a request needs the engine, at most once; it must lead to giving the place back.
+            give_way: called at most once, when a request needs the engine; it must lead to giving the place
+                back.
         """
         assert self._behind is not None
         return await self._behind.enter(tenant, give_way)
@@ -140,7 +141,7 @@ class FairQueue:
         """
         if give_way is None:
             await self.enter(tenant)
-            leave = partial(self.leave, tenant)
+            leave: Callable[[], None] = partial(self.leave, tenant)
         else:
             leave = await self.enter_behind(tenant, give_way)
         try:

@@ -80,7 +80,7 @@ class Ticket:
         self._tenant = tenant
 
     async def enter(self, queue: FairQueue, tenant: str, give_way: Callable[[], None] | None = None) -> None:
-        """Take a place at an engine, at once or after waiting; see `FairQueue.enter_behind` for `give_way`."""
+        """Take a place at an engine, at once or after waiting; `give_way` as for `FairQueue.place`."""
         assert self._place is None
         if give_way is not None:
             self._place = await queue.enter_behind(tenant, give_way)

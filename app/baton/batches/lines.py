@@ -205,6 +205,11 @@ def _digest(text: str, size: int) -> bytes:
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=size).digest()
 
 
+def body_of(line: bytes) -> bytes:
+    """Return the body of a request that is a line which was read before."""
+    return json.dumps(json.loads(line)["body"], ensure_ascii=False).encode()
+
+
 @dataclass(frozen=True)
 class Answer:
     """The answer to a line.

@@ -1,7 +1,7 @@
 """Keep clients' files, and run batches: read the input, ask every line, write the output.
 
-A batch is run by whichever gateway over its folder holds the lock. All that is known of it is in the store, so
-it goes on wherever it was after a restart: a line whose answer is stored is done, any other is asked again.
+A batch is run by whichever gateway over its folder holds the lock. All that is known of it is in the store,
+so it goes on where it was after a restart: a line whose answer is stored is done, any other is asked again.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import json
 import sqlite3
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -21,7 +20,7 @@ import structlog
 
 from baton.admission.fair_queue import QueueLimits, watched_queue
 from baton.admission.fair_threads import OURS, FairThreads, in_own_thread
-from baton.batches.lines import Answer, Input, Reader, written_answer
+from baton.batches.lines import Answer, Input, Reader, body_of, written_answer
 from baton.batches.store import DATABASE, ENDED, Batch, BatchStore, Line
 from baton.config.groups import BatchSettings
 from baton.engines.backend import Json
@@ -319,11 +318,11 @@ class Batches:
         self._metrics.files.set(files)
         self._metrics.bytes.set(size)
 
-    async def _run(self, work: Callable[[BatchStore], Result]) -> Result:
+    async def _run(self, work: Callable[..., Result], *args: object) -> Result:
         """Use the store in a thread, however long that waits."""
         store = self._store
         assert store is not None
-        return await self._threads.run(OURS, work, store, patient=True)
+        return await self._threads.run(OURS, work, store, *args, patient=True)
 
     async def _keep_at(self, batch_id: str, ask: Ask) -> None:
         """Carry a batch to its end, again from where it is stored to be when the store cannot be used."""
@@ -401,7 +400,7 @@ class Batches:
         self._tell(await self._run(lambda store: store.batch(batch_id)))
 
     async def _answer_lines(self, batch: Batch, running: Running, ask: Ask) -> str:
-        """Ask all lines that have no answer; return how the batch ends: `completed`, `expired` or `cancelled`."""
+        """Ask all lines that have no answer; return `completed`, `expired` or `cancelled`."""
         lines = asyncio.create_task(self._ask_lines(batch, running, ask))
         cancelled = asyncio.create_task(running.cancelled.wait())
         try:
@@ -423,7 +422,7 @@ class Batches:
         slots = asyncio.Semaphore(self.settings.lines)
         async with asyncio.TaskGroup() as group:
             place = 0
-            while lines := await self._run(lambda store: store.following(batch, place)):
+            while lines := await self._run(BatchStore.following, batch, place):
                 place = lines[-1].place + 1
                 await self._require_room(batch, running)
                 for line in lines:
@@ -450,24 +449,24 @@ class Batches:
         try:
             answer = await self._asked(batch, line, ask)
             text, usage = await self._threads.run(OURS, written_answer, batch, line, answer, patient=True)
-            while True:
+            while True:  # it is kept here until there is room, for it was computed
                 try:
                     await self._run(lambda store: store.record(batch, line, text, usage, good=answer.good))
-                    running.waits = None
                     break
-                except sqlite3.Error as error:  # it is kept here until there is room: it was computed
+                except sqlite3.Error as error:
                     if not is_full(error):
                         raise
                     running.waits = StorageFull()
                     log.error("batch_waits", batch=batch.id, reason=str(error))
                 await self._until_room()
+                running.waits = None
             self._metrics.lines.labels("completed" if answer.good else "failed").inc()
         finally:
             slots.release()
 
     async def _asked(self, batch: Batch, line: Line, ask: Ask) -> Answer:
         """Ask a line until it has an answer: whether it is refused for now, or gives way."""
-        body = json.dumps(json.loads(await self._run(lambda store: store.read(batch, line)))["body"]).encode()
+        body = await self._run(lambda store: body_of(store.read(batch, line)))
         asked = Asked(batch.tenant, batch.key_id, batch.shown["endpoint"], body)
         refused = lost = 0
         while True:

@@ -39,18 +39,19 @@ FOLLOWING = 64
 PIECE = 1024 * 1024
 TABLES = """
 CREATE TABLE IF NOT EXISTS files (
-    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, tenant TEXT NOT NULL, purpose TEXT NOT NULL,
-    name TEXT NOT NULL, bytes INTEGER NOT NULL, created_at REAL NOT NULL, expires_at REAL NOT NULL
+    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, tenant TEXT NOT NULL,
+    purpose TEXT NOT NULL, name TEXT NOT NULL, bytes INTEGER NOT NULL,
+    created_at REAL NOT NULL, expires_at REAL NOT NULL
 );
 CREATE INDEX IF NOT EXISTS files_of ON files (tenant, number);
 CREATE INDEX IF NOT EXISTS files_end ON files (expires_at);
 CREATE TABLE IF NOT EXISTS batches (
-    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, tenant TEXT NOT NULL, key_id TEXT NOT NULL,
-    input TEXT NOT NULL, status TEXT NOT NULL, open INTEGER NOT NULL, created_at REAL NOT NULL, ends_at REAL NOT NULL,
-    output_ttl_s REAL NOT NULL, total INTEGER NOT NULL DEFAULT 0, completed INTEGER NOT NULL DEFAULT 0,
-    failed INTEGER NOT NULL DEFAULT 0, bytes INTEGER NOT NULL DEFAULT 0, prompt INTEGER NOT NULL DEFAULT 0,
-    cached INTEGER NOT NULL DEFAULT 0, answer INTEGER NOT NULL DEFAULT 0, thoughts INTEGER NOT NULL DEFAULT 0,
-    shown TEXT NOT NULL
+    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, tenant TEXT NOT NULL,
+    key_id TEXT NOT NULL, input TEXT NOT NULL, status TEXT NOT NULL, open INTEGER NOT NULL,
+    created_at REAL NOT NULL, ends_at REAL NOT NULL, output_ttl_s REAL NOT NULL,
+    total INTEGER NOT NULL DEFAULT 0, completed INTEGER NOT NULL DEFAULT 0, failed INTEGER NOT NULL DEFAULT 0,
+    bytes INTEGER NOT NULL DEFAULT 0, prompt INTEGER NOT NULL DEFAULT 0, cached INTEGER NOT NULL DEFAULT 0,
+    answer INTEGER NOT NULL DEFAULT 0, thoughts INTEGER NOT NULL DEFAULT 0, shown TEXT NOT NULL
 );
 CREATE INDEX IF NOT EXISTS batches_of ON batches (tenant, number);
 CREATE INDEX IF NOT EXISTS batches_open ON batches (open, number);
@@ -59,7 +60,8 @@ CREATE TABLE IF NOT EXISTS lines (
     size INTEGER NOT NULL, custom_id TEXT NOT NULL, PRIMARY KEY (batch, place)
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS answers (
-    batch INTEGER NOT NULL, line INTEGER NOT NULL, good INTEGER NOT NULL, text TEXT NOT NULL, PRIMARY KEY (batch, line)
+    batch INTEGER NOT NULL, line INTEGER NOT NULL, good INTEGER NOT NULL, text TEXT NOT NULL,
+    PRIMARY KEY (batch, line)
 ) WITHOUT ROWID;
 """
 ENDED = frozenset({"completed", "failed", "expired", "cancelled"})
@@ -178,7 +180,11 @@ class BatchStore:
             os.close(self._runner)
 
     def try_to_run(self) -> bool:
-        """Take the lock of the gateway that runs the batches, and remove what killed ones left; False: another has it."""
+        """Take the lock of the gateway that runs the batches, and remove what killed ones left.
+
+        Returns:
+            False: another gateway has it.
+        """
         try:
             fcntl.flock(self._runner, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -196,7 +202,7 @@ class BatchStore:
         with self._change() as database:
             for table, end in (("files", "expires_at"), ("batches", "ends_at")):
                 database.execute(
-                    f"UPDATE {table} SET {end} = ? + {end} - created_at, created_at = ? WHERE created_at > ?",  # noqa: S608  # both are ours
+                    f"UPDATE {table} SET {end} = ? + {end} - created_at, created_at = ? WHERE created_at > ?",
                     (now := self._now(), now, now),
                 )
 
@@ -236,7 +242,7 @@ class BatchStore:
 
     def _answers(self, which: str, *values: object) -> float:
         """Sum the bytes of answers that are in no file yet."""
-        query = f"SELECT TOTAL(bytes) FROM batches WHERE open = 1 AND {which}"  # noqa: S608  # it is ours
+        query = f"SELECT TOTAL(bytes) FROM batches WHERE open = 1 AND {which}"
         return float(self._database.execute(query, values).fetchone()[0])
 
     def add_file(self, made: Made, tenant: str, purpose: str, name: str, ttl_s: float) -> Json:
@@ -270,7 +276,8 @@ class BatchStore:
         now = self._now()
         row = (file_id, tenant, purpose, name, size, now, now + ttl_s)
         database.execute(
-            "INSERT INTO files (id, tenant, purpose, name, bytes, created_at, expires_at) VALUES (?, ?, ?, ?, ?, ?, ?)",
+            "INSERT INTO files (id, tenant, purpose, name, bytes, created_at, expires_at)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?)",
             row,
         )
         return _file_object((file_id, purpose, name, size, now, now + ttl_s))
@@ -311,7 +318,7 @@ class BatchStore:
         with self._lock:
             start = self._number("files", after, tenant)
             rows = self._database.execute(
-                "SELECT id, purpose, name, bytes, created_at, expires_at FROM files"  # noqa: S608  # ours
+                "SELECT id, purpose, name, bytes, created_at, expires_at FROM files"
                 " WHERE tenant = :tenant AND expires_at > :now AND (:purpose IS NULL OR purpose = :purpose)"
                 f" AND (:start IS NULL OR number {sign} :start) ORDER BY number {order} LIMIT :limit",
                 {
@@ -327,7 +334,7 @@ class BatchStore:
     def _number(self, table: str, after: str | None, tenant: str) -> int | None:
         if after is None:
             return None
-        query = f"SELECT number FROM {table} WHERE id = ? AND tenant = ?"  # noqa: S608  # the table is ours
+        query = f"SELECT number FROM {table} WHERE id = ? AND tenant = ?"
         row = self._database.execute(query, (after, tenant)).fetchone()
         if row is None:
             raise InvalidRequest("'after' must be the id of an object of this list.", param="after")
@@ -354,7 +361,7 @@ class BatchStore:
             (self._files / file_id).unlink(missing_ok=True)
 
     def sweep(self) -> None:
-        """Remove files that have expired, but none that an open batch reads, and batches that ended long ago."""
+        """Remove expired files, but none that an open batch reads, and batches that ended long ago."""
         now = self._now()
         with self._lock:
             expired = self._database.execute(
@@ -407,8 +414,8 @@ class BatchStore:
                     "wait until one has ended, or cancel one."
                 )
             database.execute(
-                "INSERT INTO batches (id, tenant, key_id, input, status, open, created_at, ends_at, output_ttl_s,"
-                " shown) VALUES (?, ?, ?, ?, 'validating', 1, ?, ?, ?, ?)",
+                "INSERT INTO batches (id, tenant, key_id, input, status, open, created_at, ends_at,"
+                " output_ttl_s, shown) VALUES (?, ?, ?, ?, 'validating', 1, ?, ?, ?, ?)",
                 (
                     *(batch_id, tenant, key_id, wanted.input, now, now + wanted.window_s),
                     *(wanted.output_ttl_s, json.dumps(shown)),
@@ -424,7 +431,7 @@ class BatchStore:
         """
         with self._lock:
             rows = self._database.execute(
-                f"SELECT {SHOWN} FROM batches WHERE id = ? AND tenant = ?",  # noqa: S608  # ours
+                f"SELECT {SHOWN} FROM batches WHERE id = ? AND tenant = ?",
                 (batch_id, tenant),
             ).fetchall()
         if not rows:
@@ -440,7 +447,7 @@ class BatchStore:
         with self._lock:
             start = self._number("batches", after, tenant)
             rows = self._database.execute(
-                f"SELECT {SHOWN} FROM batches WHERE tenant = ? AND (? IS NULL OR number < ?)"  # noqa: S608  # ours
+                f"SELECT {SHOWN} FROM batches WHERE tenant = ? AND (? IS NULL OR number < ?)"
                 " ORDER BY number DESC LIMIT ?",
                 (tenant, start, start, limit + 1),
             ).fetchall()
@@ -469,8 +476,8 @@ class BatchStore:
         """Return a batch, of whatever tenant."""
         query = "SELECT number, id, tenant, key_id, input, status, ends_at, shown FROM batches WHERE id = ?"
         with self._lock:
-            *rest, shown = self._database.execute(query, (batch_id,)).fetchone()
-        return Batch(*rest, json.loads(shown))
+            row = self._database.execute(query, (batch_id,)).fetchone()
+        return Batch(*row[:-1], json.loads(row[-1]))
 
     def enter(self, batch_id: str, status: str, *, unless: Iterable[str] = ENDED, **shown: Any) -> None:
         """Put a batch into a status, with the time; not from one of some others, nor from an end.
@@ -495,7 +502,7 @@ class BatchStore:
         )
 
     def begin(self, batch: Batch, lines: list[Line], model: str | None) -> None:
-        """Store the lines of a batch whose input was read, and put it in progress, unless it was cancelled."""
+        """Store the lines of a batch, and put it in progress unless it was cancelled."""
         with self._change() as database:
             database.execute("DELETE FROM lines WHERE batch = ?", (batch.number,))
             database.executemany(
@@ -513,9 +520,7 @@ class BatchStore:
         """Return the next lines that have no answer, from a place on."""
         with self._lock:
             rows = self._database.execute(
-                "SELECT place, line, start, size, custom_id FROM lines WHERE batch = ? AND place >= ? AND NOT EXISTS"
-                " (SELECT 1 FROM answers WHERE answers.batch = lines.batch AND answers.line = lines.line)"
-                " ORDER BY place LIMIT ?",
+                f"SELECT place, line, start, size, custom_id {LEFT} AND place >= ? ORDER BY place LIMIT ?",
                 (batch.number, place, FOLLOWING),
             ).fetchall()
         return [Line(*row) for row in rows]
@@ -564,8 +569,10 @@ class BatchStore:
                     "SELECT good, text FROM answers WHERE batch = ? ORDER BY line", (batch.number,)
                 ):
                     outputs.add(text, good=bool(good))
-                for line, custom_id in reader.execute(LEFT, (batch.number,)) if end in NOT_RUN else ():
-                    outputs.add(_not_run(batch, line, custom_id, end), good=False)
+                if end in NOT_RUN:
+                    query = f"SELECT line, custom_id {LEFT} ORDER BY line"
+                    for line, custom_id in reader.execute(query, (batch.number,)):
+                        outputs.add(_not_run(batch, line, custom_id, end), good=False)
             with self._change() as database:
                 query = "SELECT output_ttl_s FROM batches WHERE number = ? AND open = 1"
                 found = database.execute(query, (batch.number,)).fetchone()
@@ -584,7 +591,7 @@ class BatchStore:
                     shown[field] = file_id
                 self._enter(database, batch.id, end, set(), shown)
                 for table in ("lines", "answers"):
-                    database.execute(f"DELETE FROM {table} WHERE batch = ?", (batch.number,))  # noqa: S608  # ours
+                    database.execute(f"DELETE FROM {table} WHERE batch = ?", (batch.number,))
                 database.execute("UPDATE batches SET bytes = 0 WHERE number = ?", (batch.number,))
 
     @contextlib.contextmanager
@@ -629,18 +636,21 @@ class _Outputs:
 
 
 LEFT = """
-SELECT line, custom_id FROM lines WHERE batch = ? AND NOT EXISTS
-    (SELECT 1 FROM answers WHERE answers.batch = lines.batch AND answers.line = lines.line) ORDER BY line
+FROM lines WHERE batch = ? AND NOT EXISTS
+    (SELECT 1 FROM answers WHERE answers.batch = lines.batch AND answers.line = lines.line)
 """
 """The lines of a batch that have no answer."""
-SHOWN = "id, input, status, created_at, ends_at, total, completed, failed, prompt, cached, answer, thoughts, shown"
+SHOWN = (
+    "id, input, status, created_at, ends_at, total, completed, failed, prompt, cached, answer, thoughts,"
+    " shown"
+)
 
 
 def _batch_object(row: tuple[Any, ...]) -> Json:
     name, given, status, created, ends, total, completed, failed, prompt, cached, answer, thoughts, shown = (
         row
     )
-    fields = json.loads(shown)
+    fields: Json = json.loads(shown)
     times = {f"{each}_at": None for each in sorted(STATUSES - {"validating"})}
     own = {
         "id": name,

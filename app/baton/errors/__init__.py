@@ -499,8 +499,8 @@ class StorageFull(ServerError):
     status = 503
     retryable = True
     default_message = (
-        "The disk that files and batches are kept on is full: delete files that you need no more, or ask whoever "
-        "runs the gateway for room."
+        "The disk that files and batches are kept on is full: delete files that you need no more, or ask "
+        "whoever runs the gateway for room."
     )
 
 

@@ -371,8 +371,8 @@ class BatchMetrics:
         )
         self.lines = Counter(
             "baton_batch_lines_total",
-            "Lines of batches: `completed`, `failed`; or begun and ended without an answer, to begin again later: "
-            "`gave_way` to a client's request, `put_off` because the engine refused them for now.",
+            "Lines of batches: `completed`, `failed`; or begun and ended without an answer, to begin again "
+            "later: `gave_way` to a client's request, `put_off` because the engine refused them for now.",
             ("result",),
             registry=registry,
         )

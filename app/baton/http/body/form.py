@@ -91,8 +91,10 @@ class FormReader:
         """Return what comes before a mark, and skip the mark."""
         while (at := self._held.find(mark)) < 0:
             if len(self._held) > most + len(mark):
-                raise _malformed("a part, or its head, is too long")
+                break
             await self._more()
+        if not 0 <= at <= most:
+            raise _malformed("a field, or the head of a part, is too long")
         found = bytes(self._held[:at])
         del self._held[: at + len(mark)]
         return found

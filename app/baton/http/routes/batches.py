@@ -178,7 +178,7 @@ def _life_of(fields: Mapping[str, str], batches: Batches) -> float:
 
 
 def _plain_name(name: str) -> str:
-    """Return the name of a file without the folders of its client's machine, and without control characters."""
+    """Return the name of a file without its client's folders and without control characters."""
     last = name.replace("\\", "/").rpartition("/")[2]
     return "".join(letter for letter in last if letter.isprintable())[:LONGEST_NAME] or FILE
 
@@ -267,7 +267,10 @@ async def list_batches(
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     after: Annotated[str | None, Query(max_length=256)] = None,
 ) -> dict[str, Any]:
-    """List the tenant's batches, the newest first. For the next page, set `after` to the `last_id` of this one."""
+    """List the tenant's batches, the newest first.
+
+    For the next page, set `after` to the `last_id` of this one.
+    """
     found, more = await batches_of(request).listed(context_of(request).tenant, limit, after)
     return _page(found, more=more)
 
@@ -349,14 +352,16 @@ class LineAsker:
 
         context.give_way = give_way
         try:
-            await work
+            await asyncio.wait({work})
         except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if not gave_way or (task is not None and task.cancelling()):
-                raise
-            return None
+            work.cancel()
+            await asyncio.wait({work})
+            raise
         finally:
             state.ticket.answered()
+        if gave_way or work.cancelled():  # vLLM answers what was cancelled, as if its client had gone
+            return None
+        work.result()
         answer = _answer_of(sent, scope)
         self._count(state, answer)
         return answer
