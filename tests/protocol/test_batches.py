@@ -351,11 +351,11 @@ def slow(held: Held, **fields: Any) -> FakeBehaviour:
 def test_lines_give_way_to_a_client_at_once_and_are_done_later(tmp_path: Path) -> None:
     """Eight lines hold all that the engine has; the client's request is answered before any of them."""
     held = Held()
-    engine = FakeEngine("a", behaviour=slow(held, slots=4))
+    engine = FakeEngine("a", behaviour=slow(held))
     with run_fake(engine, batches={"folder": tmp_path, "lines": 8, "quiet_s": 0.1}) as gateway:
         client = sdk(gateway.url)
         batch = begin(client, chats(12))
-        wait_for(lambda: engine.active == 4)
+        wait_for(lambda: engine.active == 8)
         answers: list[Any] = []
         asking = threading.Thread(
             target=lambda: answers.append(
@@ -363,7 +363,7 @@ def test_lines_give_way_to_a_client_at_once_and_are_done_later(tmp_path: Path) -
             )
         )
         asking.start()
-        wait_for(lambda: engine.aborted >= 4 and engine.active == 1)
+        wait_for(lambda: engine.aborted == 8 and engine.active == 1)
         assert engine.bodies[-1]["messages"][0]["content"] == "me"
         assert client.batches.retrieve(batch.id).status == "in_progress"
         held.release()
@@ -516,7 +516,7 @@ def test_a_tenant_has_so_many_files_bytes_and_open_batches(tmp_path: Path) -> No
 
 @pytest.mark.fault("H16")
 def test_a_batch_whose_tenant_has_no_room_waits_and_says_so(tmp_path: Path) -> None:
-    with run_fake(FakeEngine("a"), batches={"folder": tmp_path, "tenant_bytes": "40KiB"}) as gateway:
+    with run_fake(FakeEngine("a"), batches={"folder": tmp_path, "tenant_bytes": "50KiB"}) as gateway:
         client = sdk(gateway.url)
         filler = client.files.create(file=("x", b"x" * 15_000), purpose="batch")
         batch = begin(client, chats(70))  # 11 KiB, and the answers to the first 64 lines 20 more

@@ -226,18 +226,19 @@ class BatchStore:
             every = self._database.execute("SELECT TOTAL(bytes) FROM files").fetchone()[0]
             every += self._answers("1")
         settings = self._settings
-        if number + files > settings.tenant_files and files:
+        if files and number + files > settings.tenant_files:
             raise QuotaReached(
                 f"You have {number} files, and may have no more (setting batches.tenant_files)."
             )
-        for taken, most, whose in (
-            (mine, settings.tenant_bytes, ("Your files", "tenant_bytes")),
-            (every, settings.total_bytes, ("All files here", "total_bytes")),
+        for taken, most, whose, setting in (
+            (mine, settings.tenant_bytes, "Your files and answers", "tenant_bytes"),
+            (every, settings.total_bytes, "All files and answers here", "total_bytes"),
         ):
             if taken + size > most:
+                with_it = " with this one" if size else ""
                 raise QuotaReached(
-                    f"{whose[0]} would take {int(taken + size)} bytes with this one; at most {int(most)} are "
-                    f"allowed (setting batches.{whose[1]}). Delete files that you need no more."
+                    f"{whose} take {int(taken + size)} bytes{with_it}; at most {int(most)} are allowed (setting "
+                    f"batches.{setting}). Delete files that you need no more."
                 )
 
     def _answers(self, which: str, *values: object) -> float:
