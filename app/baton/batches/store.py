@@ -237,8 +237,8 @@ class BatchStore:
             if taken + size > most:
                 with_it = " with this one" if size else ""
                 raise QuotaReached(
-                    f"{whose} take {int(taken + size)} bytes{with_it}; at most {int(most)} are allowed (setting "
-                    f"batches.{setting}). Delete files that you need no more."
+                    f"{whose} take {int(taken + size)} bytes{with_it}; at most {int(most)} are allowed "
+                    f"(setting batches.{setting}). Delete files that you need no more."
                 )
 
     def _answers(self, which: str, *values: object) -> float:
