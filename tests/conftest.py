@@ -118,6 +118,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.
             monkeypatch.delenv(name)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.getbasetemp() / "config"))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.getbasetemp() / "state"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path_factory.getbasetemp() / "data"))
 
 
 @pytest.fixture(scope="session")
@@ -147,6 +148,7 @@ def real_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealGatew
     config = ENGINE_TESTS / "two_engines.toml"
     folder = tmp_path_factory.mktemp("gateway")
     store = {"BATON_HANDOFFS__STORE": f"file:{folder / 'handoffs'}"}
+    store |= {"BATON_BATCHES__FOLDER": str(folder / "batches")}
     with RealGateway(["--config", str(config)], folder, store, forked=True) as gateway:
         gateway.wait_until_ready()
         yield gateway

@@ -7,6 +7,7 @@ import contextlib
 import socket
 import sqlite3
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,13 @@ from baton.admission.api_keys import Keyring, keyring_for
 from baton.admission.body_budget import BodyBudget, BodyRooms
 from baton.admission.tenants import Admission
 from baton.admission.usage import Usage, open_usage
+from baton.batches.lines import Reader
+from baton.batches.service import Batches, batch_threads
 from baton.config.settings import Settings
 from baton.engines.fleet import Fleet, FleetReport
 from baton.errors import SettingsError
 from baton.http import openapi
+from baton.http.body.json import parse_object
 from baton.http.body.trial import TrialCompiler
 from baton.http.middleware.frame import (
     DrainMiddleware,
@@ -42,6 +46,7 @@ from baton.http.middleware.gate import (
 from baton.http.middleware.weight import BodyLimitMiddleware, MemoryShortageMiddleware
 from baton.http.request import Drain, Gateway, body_threads
 from baton.http.routes import ROUTERS, metrics, page
+from baton.http.routes.batches import LineAsker, refusal_of
 from baton.http.uvicorn_server import MetricsServer
 from baton.images.reader import ImageReader, fetcher_of
 from baton.library.here.images import ImageStore
@@ -140,7 +145,10 @@ def create_app(
     reader = memory_reader or MemoryReader()
     memory = MemoryWatch(reader, int(settings.admission.memory_reserve), fleet.metrics.memory)
     keyring = keyring_for(settings)
+    available = reader.available()
+    rooms = BodyRooms.of(settings, available=available, one_tenant=keyring is None)
     gateway = _build_gateway(settings, fleet, keyring)
+    held = fleet.metrics.bodies.labels("lines")
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -149,6 +157,9 @@ def create_app(
             _services(gateway, memory, metrics_listener),
             _running(app, fleet, report),
             gateway.relay.running(),
+            gateway.batches.running(
+                LineAsker(app, gateway, BodyBudget(rooms.lines, held, short=lambda: memory.short), keyring)
+            ),
         ):
             yield
 
@@ -172,12 +183,10 @@ def create_app(
     openapi.install(app, settings.root_path)
     app.add_exception_handler(HTTPException, http_exception)
     app.add_exception_handler(RequestValidationError, invalid_parameters)
-    available = reader.available()
-    rooms = BodyRooms.of(settings, available=available, one_tenant=keyring is None)
-    held = gateway.metrics.bodies
-    bodies = BodyBudget(rooms.memory, held.labels("memory"), short=lambda: memory.short)
-    uploads = BodyBudget(rooms.disk, held.labels("disk"))
-    _add_middleware(app, gateway, keyring, memory, bodies, uploads, files)
+    bodies = BodyBudget(rooms.memory, gateway.metrics.bodies.labels("memory"), short=lambda: memory.short)
+    uploads = BodyBudget(rooms.disk, gateway.metrics.bodies.labels("disk"))
+    of_batches = BodyBudget(rooms.files, gateway.metrics.bodies.labels("files"))
+    _add_middleware(app, gateway, keyring, memory, (bodies, uploads, of_batches), files)
     if reread is not None:
         gateway.reload = Reloads(
             gateway, keyring, reread, bodies=bodies, uploads=uploads, memory=memory, available=available
@@ -190,8 +199,25 @@ def _build_gateway(settings: Settings, fleet: Fleet, keyring: Keyring | None) ->
     metrics = fleet.metrics
     library = handoffs_of(settings, metrics, fleet.events)
     share = keyring.share if keyring is not None else None
-    admission = Admission(settings.admission, fleet.names, metrics.admission, share=share)
+    admission = Admission(
+        settings.admission, fleet.names, metrics.admission, batches=settings.batches, share=share
+    )
     bodies = body_threads(metrics.queues, settings.admission.wait_s)
+    limits = settings.limits
+    batches = Batches(
+        settings.batches,
+        settings.batches_folder,
+        Reader(lambda line: parse_object(line, limits), limits, settings.batches.file_lines),
+        batch_threads(metrics.queues, settings.admission.wait_s),
+        metrics.batches,
+        fleet.events,
+        serves=partial(refusal_of, fleet),
+    )
+
+    def drain() -> None:
+        fleet.events.close()
+        batches.drain()
+
     return Gateway(
         settings,
         fleet,
@@ -205,8 +231,9 @@ def _build_gateway(settings: Settings, fleet: Fleet, keyring: Keyring | None) ->
             bodies,
             metrics.responses,
         ),
-        Pooling(settings.pooling, metrics.pooling, metrics.queues),
-        Drain(fleet.events.close),
+        batches,
+        Pooling(settings.pooling, metrics.pooling, metrics.queues, settings.batches),
+        Drain(drain),
         admission,
         ImageReader(
             settings.images,
@@ -231,14 +258,21 @@ def _add_middleware(
     gateway: Gateway,
     keyring: Keyring | None,
     memory: MemoryWatch,
-    bodies: BodyBudget,
-    uploads: BodyBudget,
+    budgets: tuple[BodyBudget, BodyBudget, BodyBudget],
     files: Collection[str],
 ) -> None:
-    """Add the middleware. The last one added is the outermost, so the order is that of a response."""
+    """Add the middleware. The last one added is the outermost, so the order is that of a response.
+
+    Args:
+        budgets: of bodies in memory, of uploads, and of files for batches.
+        files: of the page.
+    """
     settings = gateway.settings
+    bodies, uploads, of_batches = budgets
     app.add_middleware(MemoryShortageMiddleware, memory=memory)
-    app.add_middleware(BodyLimitMiddleware, bodies=bodies, uploads=uploads, edge=settings.edge)
+    app.add_middleware(
+        BodyLimitMiddleware, bodies=bodies, uploads=uploads, files=of_batches, edge=settings.edge
+    )
     app.add_middleware(
         AuthMiddleware,
         keyring=keyring,
@@ -274,6 +308,7 @@ async def _services(
     """Run what the gateway needs beside its engines, and close it at the end."""
     with (
         contextlib.closing(gateway.responses),
+        contextlib.closing(gateway.batches),
         contextlib.closing(gateway.pooling),
         contextlib.closing(gateway.images),
         contextlib.closing(gateway.body_threads),

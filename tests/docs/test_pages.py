@@ -26,7 +26,7 @@ PAGES = {
 }
 HERE = "http://127.0.0.1:8000"
 FOLDERS = r"(?:app|plugins|connectors|tests|bench|deploy|docs|training|examples)/"
-ROOMS = r"(?:admission|config|engines|http|images|library|models|pooling|relay|responses|telemetry)/"
+ROOMS = r"(?:admission|batches|config|engines|http|images|library|models|pooling|relay|responses|telemetry)/"
 
 
 BLOCKS = {

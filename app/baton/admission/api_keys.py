@@ -112,8 +112,14 @@ class Keyring:
 
     def find(self, key: str) -> StoredKey | None:
         """Find the stored entry of a key; None: it is unknown, or has expired."""
-        found, now = self._keys.get(digest(key[:MAX_KEY_CHARS])), self._wall()
-        return found if found is None or now < (found.expires_at or math.inf) else None
+        return self._unless_expired(self._keys.get(digest(key[:MAX_KEY_CHARS])))
+
+    def named(self, key_id: str) -> StoredKey | None:
+        """Find the entry of a key by its id, for work that goes on without its owner; None as for `find`."""
+        return self._unless_expired(next((each for each in self._keys.values() if each.id == key_id), None))
+
+    def _unless_expired(self, found: StoredKey | None) -> StoredKey | None:
+        return found if found is None or self._wall() < (found.expires_at or math.inf) else None
 
     def expired(self, key: str) -> bool:
         """Return whether a key that `find` does not find is one that has expired."""
@@ -159,16 +165,23 @@ class KeysFile(Keyring):
         super().__init__(read_keys(file), wall)
 
     def find(self, key: str) -> StoredKey | None:
-        if self._clock() - self._looked >= LOOK_EVERY_S:
-            self._looked = self._clock()
-            self._look()
+        self._look_again()
         return super().find(key)
+
+    def named(self, key_id: str) -> StoredKey | None:
+        self._look_again()
+        return super().named(key_id)
 
     def refresh(self) -> list[str]:
         state, before = _state(self._file), self._keys
         self._take(read_keys(self._file))
         self._state = state
         return sorted({each.id for each in set(before.values()) ^ set(self._keys.values())})
+
+    def _look_again(self) -> None:
+        if self._clock() - self._looked >= LOOK_EVERY_S:
+            self._looked = self._clock()
+            self._look()
 
     def _look(self) -> None:
         state = _state(self._file)

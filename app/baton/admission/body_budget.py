@@ -23,6 +23,8 @@ LEAST_BODIES = 4
 
 UPLOADS = 8
 """Files of the largest size that fit by default."""
+FORM_BYTES = 64 * 1024
+"""Bytes of a form beside the file in it."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +51,14 @@ class BodyRooms:
     Attributes:
         memory: of all bodies but uploaded files.
         disk: of uploaded files.
+        files: of forms with files that are kept.
+        lines: of lines of batches, which are in memory beside the bodies of clients.
     """
 
     memory: BodyRoom
     disk: BodyRoom
+    files: BodyRoom
+    lines: BodyRoom
 
     @staticmethod
     def of(settings: Settings, *, available: int | None, one_tenant: bool) -> BodyRooms:
@@ -66,9 +72,14 @@ class BodyRooms:
         share = MOST if available is None else min(MOST, available // SHARE_OF_MEMORY)
         in_memory = limits.bodies_bytes or max(LEAST_BODIES * limits.body_bytes, share)
         on_disk = pooling.uploads_bytes or UPLOADS * pooling.upload_bytes
+        form = int(settings.batches.file_bytes) + FORM_BYTES
         return BodyRooms(
             BodyRoom(int(limits.body_bytes), int(in_memory), "limits.bodies_bytes", one_tenant),
             BodyRoom(int(pooling.upload_bytes), int(on_disk), "pooling.uploads_bytes", one_tenant),
+            BodyRoom(form, UPLOADS * form, "batches.file_bytes", one_tenant),
+            BodyRoom(
+                int(limits.body_bytes), LEAST_BODIES * int(limits.body_bytes), "limits.body_bytes", one_tenant
+            ),
         )
 
 

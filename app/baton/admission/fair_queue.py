@@ -14,6 +14,10 @@ fetching images, threads for large bodies. The rules:
   the places of one with 1, while both want them. A tenant alone still holds as many as without shares.
 - A request waits only if at least `places` are taken: the reserve costs no throughput.
 
+Work that nobody waits for (`enter_behind`) has places of its own, behind these: `behind` of them while no
+request runs or waits, and has not for `quiet_s`; `beside` of them otherwise, and what holds more gives way at
+once: it is ended, and begins again later. Its tenants take turns too.
+
 Example: of 256 places and a reserve of 32 one tenant with endless requests takes 256, a second 28, a third 3,
 a fourth 1. As requests end, the places move to whoever holds fewer.
 """
@@ -26,6 +30,7 @@ from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from baton.errors import BatonError
 from baton.telemetry.metrics import QueueMetrics
@@ -52,12 +57,18 @@ class QueueLimits:
         waiting: requests that may wait; None: no limit.
         wait_s: seconds that a request may wait; None: no limit.
         reserve: further places for other tenants; None: an eighth of `places`.
+        behind: places for what nobody waits for, while nothing else runs or waits; 0: there are none.
+        beside: those of them that are left to it while something does.
+        quiet_s: seconds without a request after which it has all of them.
     """
 
     places: int
     waiting: int | None = None
     wait_s: float | None = None
     reserve: int | None = None
+    behind: int = 0
+    beside: int = 0
+    quiet_s: float = 0.0
 
 
 class FairQueue:
@@ -85,6 +96,7 @@ class FairQueue:
         self._share = share
         self._held: Counter[str] = Counter()
         self._turns: OrderedDict[str, Waiters] = OrderedDict()
+        self._behind = Behind(limits, lambda: bool(self.running or self.waiting)) if limits.behind else None
         self.running = 0
         self.waiting = 0
         self.limit(limits)
@@ -117,6 +129,16 @@ class FairQueue:
         await self._turn(tenant, order, None if patient else self._wait_s)
         self._record_wait(time.monotonic() - began)
 
+    async def enter_behind(self, tenant: str, give_way: Callable[[], None]) -> Callable[[], None]:
+        """Take a place for what nobody waits for, after waiting however long; returns what gives it back.
+
+        Args:
+            give_way: called at most once, when a request needs the engine; it must lead to giving the place
+                back.
+        """
+        assert self._behind is not None
+        return await self._behind.enter(tenant, give_way)
+
     def leave(self, tenant: str) -> None:
         """Give a place of this tenant back, to the next that waits if any does."""
         self.running -= 1
@@ -128,19 +150,30 @@ class FairQueue:
     def _serve_all(self) -> None:
         while (following := self._next()) is not None:
             self._serve(following)
+        if self._behind is not None:
+            self._behind.front_moved()
 
     @asynccontextmanager
-    async def place(self, tenant: str, *, order: Order = USUAL) -> AsyncIterator[None]:
+    async def place(
+        self, tenant: str, give_way: Callable[[], None] | None = None, *, order: Order = USUAL
+    ) -> AsyncIterator[None]:
         """Hold a place for as long as the block runs.
+
+        Args:
+            give_way: of what nobody waits for: the place is one behind, see `enter_behind`.
 
         Raises:
             BatonError: as `enter`.
         """
-        await self.enter(tenant, order=order)
+        if give_way is None:
+            await self.enter(tenant, order=order)
+            leave: Callable[[], None] = partial(self.leave, tenant)
+        else:
+            leave = await self.enter_behind(tenant, give_way)
         try:
             yield
         finally:
-            self.leave(tenant)
+            leave()
 
     def require_room(self, tenant: str) -> None:
         """Require that a request of this tenant could take a place, or wait for one.
@@ -158,6 +191,8 @@ class FairQueue:
     def _take(self, tenant: str) -> None:
         self.running += 1
         self._held[tenant] += 1
+        if self._behind is not None:
+            self._behind.front_moved()
 
     def _may_take(self, tenant: str, top: int | None = None) -> bool:
         """Return whether a tenant may take another place now; never true while its requests wait.
@@ -249,6 +284,109 @@ class FairQueue:
             del orders[order]
         if not orders:
             del self._turns[tenant]
+
+
+@dataclass(eq=False)
+class Holder:
+    """One piece of work that nobody waits for.
+
+    Attributes:
+        admitted: done once it has a place.
+        leaving: it was told to give way.
+    """
+
+    tenant: str
+    give_way: Callable[[], None]
+    admitted: asyncio.Future[None]
+    leaving: bool = False
+
+
+class Behind:
+    """The places of a queue for what nobody waits for.
+
+    Args:
+        busy: returns whether a request runs or waits.
+    """
+
+    def __init__(self, limits: QueueLimits, busy: Callable[[], bool]) -> None:
+        self._limits = limits
+        self._busy = busy
+        self._quiet = True
+        self._idle_since = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._holding: list[Holder] = []
+        self._turns: OrderedDict[str, list[Holder]] = OrderedDict()
+
+    async def enter(self, tenant: str, give_way: Callable[[], None]) -> Callable[[], None]:
+        """Take a place; see `FairQueue.enter_behind`."""
+        holder = Holder(tenant, give_way, asyncio.get_running_loop().create_future())
+        self._turns.setdefault(tenant, []).append(holder)
+        self._fill()
+        self._await_quiet()
+        try:
+            await holder.admitted
+        except asyncio.CancelledError:
+            self._leave(holder)
+            raise
+        return partial(self._leave, holder)
+
+    def front_moved(self) -> None:
+        """Look at the requests again, as one of them has come or gone."""
+        if not self._busy():
+            self._idle_since = time.monotonic()
+            self._await_quiet()
+            return
+        self._quiet = False
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._holding:
+            self._give_way()
+
+    def _await_quiet(self) -> None:
+        """Look again when it has been quiet for long enough, if anybody waits for that."""
+        if self._turns and not self._quiet and not self._busy() and self._timer is None:
+            left = self._idle_since + self._limits.quiet_s - time.monotonic()
+            self._timer = asyncio.get_running_loop().call_later(max(0.0, left), self._calm)
+
+    def _calm(self) -> None:
+        self._timer, self._quiet = None, True
+        self._fill()
+
+    def _places(self) -> int:
+        return self._limits.behind if self._quiet else self._limits.beside
+
+    def _give_way(self) -> None:
+        """Have those leave that hold too many places: of the tenant with most, the one that came last."""
+        staying = [holder for holder in self._holding if not holder.leaving]
+        for _ in range(len(staying) - self._places()):
+            held = Counter(holder.tenant for holder in staying)
+            last = max(enumerate(staying), key=lambda each: (held[each[1].tenant], each[0]))[1]
+            last.leaving = True
+            staying.remove(last)
+            last.give_way()
+
+    def _fill(self) -> None:
+        """Give free places to the waiting tenants that hold the fewest, in turns."""
+        while self._turns and len(self._holding) < self._places():
+            held = Counter(holder.tenant for holder in self._holding)
+            tenant = min(self._turns, key=lambda each: held[each])
+            holder = self._turns[tenant].pop(0)
+            self._turns.move_to_end(tenant)
+            if not self._turns[tenant]:
+                del self._turns[tenant]
+            if not holder.admitted.done():
+                self._holding.append(holder)
+                holder.admitted.set_result(None)
+
+    def _leave(self, holder: Holder) -> None:
+        if holder in self._holding:
+            self._holding.remove(holder)
+        elif holder in (waiting := self._turns.get(holder.tenant, [])):
+            waiting.remove(holder)
+            if not waiting:
+                del self._turns[holder.tenant]
+        self._fill()
 
 
 def watched_queue(

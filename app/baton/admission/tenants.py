@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from baton.admission.fair_queue import USUAL, FairQueue, Order, QueueLimits
-from baton.config.groups import AdmissionSettings
+from baton.config.groups import AdmissionSettings, BatchSettings
 from baton.errors import BatonError, EngineOverloaded, EngineUnavailable, RateLimited
 from baton.telemetry.metrics import AdmissionMetrics
 
@@ -76,7 +76,7 @@ class Ticket:
         self._after: list[Callable[[], None]] = []
         self._over = False
         self._tenant: Tenant | None = None
-        self._place: tuple[FairQueue, str] | None = None
+        self._place: Callable[[], None] | None = None
         self._engines: dict[str, Callable[[], None]] = {}
         self._kept = False
 
@@ -104,18 +104,27 @@ class Ticket:
         tenant.running += 1
         self._tenant = tenant
 
-    async def enter(self, queue: FairQueue, tenant: str, order: Order = USUAL) -> None:
-        """Take a place at an engine, at once or after waiting."""
+    async def enter(
+        self,
+        queue: FairQueue,
+        tenant: str,
+        give_way: Callable[[], None] | None = None,
+        *,
+        order: Order = USUAL,
+    ) -> None:
+        """Take a place at an engine, at once or after waiting; `give_way` as for `FairQueue.place`."""
         assert self._place is None
+        if give_way is not None:
+            self._place = await queue.enter_behind(tenant, give_way)
+            return
         await queue.enter(tenant, order=order)
-        self._place = (queue, tenant)
+        self._place = partial(queue.leave, tenant)
 
     def leave_engine(self) -> None:
         """Give the engine's place back; a second call does nothing."""
-        place, self._place = self._place, None
-        if place is not None:
-            queue, tenant = place
-            queue.leave(tenant)
+        leave, self._place = self._place, None
+        if leave is not None:
+            leave()
 
     def keep_until(self, work: asyncio.Task[Any]) -> None:
         """Keep everything until `work` is done, which may outlive the answer."""
@@ -162,6 +171,7 @@ class Admission:
         engines: Iterable[str],
         metrics: AdmissionMetrics,
         *,
+        batches: BatchSettings | None = None,
         clock: Callable[[], float] = time.monotonic,
         share: Callable[[str], int] | None = None,
     ) -> None:
@@ -170,13 +180,14 @@ class Admission:
         self._metrics = metrics
         self._share = share
         self._tenants: dict[str, Tenant] = {}
+        self._batches = batches or BatchSettings()
         self._queues = {name: self._queue(name) for name in engines}
 
     def change(self, settings: AdmissionSettings) -> None:
         """Set other limits; they hold for what comes from now on, and for what waits."""
         self._settings = settings
         for queue in self._queues.values():
-            queue.limit(_limits(settings))
+            queue.limit(self._limits())
         for tenant in self._tenants.values():
             tenant.bucket = self._bucket(tenant.bucket)
 
@@ -211,11 +222,20 @@ class Admission:
             )
         ticket.counts_for(known)
 
-    async def enter(self, ticket: Ticket, tenant: str, engine: str, order: Order = USUAL) -> None:
+    async def enter(
+        self,
+        ticket: Ticket,
+        tenant: str,
+        engine: str,
+        give_way: Callable[[], None] | None = None,
+        *,
+        order: Order = USUAL,
+    ) -> None:
         """Wait for a place at an engine, in the tenant's turn.
 
         Args:
             ticket: of the request; it holds the place from then on.
+            give_way: of work that nobody waits for: see `FairQueue.enter_behind`. None: a client waits.
             order: of the request among the tenant's own.
 
         Raises:
@@ -224,7 +244,7 @@ class Admission:
         """
         if (queue := self._queues.get(engine)) is None:
             raise EngineUnavailable(f"The engine '{engine}' was removed by an operator.", retry_after_s=30)
-        await ticket.enter(queue, tenant, order)
+        await ticket.enter(queue, tenant, give_way, order=order)
 
     def at(self, engine: str) -> tuple[int, int]:
         """Return how many requests an engine has, of all tenants, and how many wait for it."""
@@ -258,16 +278,21 @@ class Admission:
 
     def _queue(self, engine: str) -> FairQueue:
         metrics = self._metrics
-        queue = FairQueue(
-            _limits(self._settings), _no_place, metrics.seconds.labels(engine).observe, self._share
-        )
+        queue = FairQueue(self._limits(), _no_place, metrics.seconds.labels(engine).observe, self._share)
         metrics.waiting.labels(engine).set_function(lambda: queue.waiting)
         metrics.running.labels(engine).set_function(lambda: queue.running)
         return queue
 
-
-def _limits(settings: AdmissionSettings) -> QueueLimits:
-    return QueueLimits(settings.engine_requests, settings.engine_waiting, settings.wait_s)
+    def _limits(self) -> QueueLimits:
+        settings, batches = self._settings, self._batches
+        return QueueLimits(
+            settings.engine_requests,
+            settings.engine_waiting,
+            settings.wait_s,
+            behind=batches.lines,
+            beside=batches.lines_beside,
+            quiet_s=batches.quiet_s,
+        )
 
 
 def _no_place(waited_s: float | None) -> BatonError:

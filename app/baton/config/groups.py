@@ -172,6 +172,65 @@ class ResponseSettings(Frozen):
     )
 
 
+class BatchSettings(Frozen):
+    """`[batches]`: files of clients, and batches of requests that run while nobody else asks."""
+
+    enabled: bool = Field(
+        True,
+        description="Whether `/v1/files` and `/v1/batches` answer; see [Run batches](../how-to/batches.md).",
+    )
+    folder: Path | None = Field(
+        None,
+        description="Folder of this user's, on a disk of this machine, where files, answers and batches are "
+        "kept; gateways that share it share them, and one of them runs them. Unset: "
+        "`~/.local/share/baton/batches`, made with the first file.",
+    )
+    lines: int = Field(
+        8,
+        ge=1,
+        le=1024,
+        description="Lines of batches that an engine works on at once while it has nothing else to do, and "
+        "of one batch that are under way.",
+    )
+    lines_beside: int = Field(
+        0,
+        ge=0,
+        le=1024,
+        description="Those of them that go on while it has requests of clients. The others give way: they "
+        "are ended and begin again later. 0: a gateway that is never quiet runs no batch.",
+    )
+    quiet_s: float = Field(
+        1.0,
+        ge=0,
+        le=3600,
+        description="Seconds without a request after which an engine has nothing else to do.",
+    )
+    file_bytes: ByteSize = Field(ByteSize(200 * MIB), ge=1024, description="Largest file; above it: 413.")
+    file_lines: int = Field(50_000, ge=1, le=1_000_000, description="Most requests of one batch.")
+    tenant_files: int = Field(
+        1000, ge=1, description="Files of one tenant, those that batches wrote among them; above it: 403."
+    )
+    tenant_bytes: ByteSize = Field(
+        ByteSize(4096 * MIB),
+        ge=1024,
+        description="Bytes of the files and answers of one tenant. Above it an upload is 403, and a batch "
+        "waits until files are deleted or it expires.",
+    )
+    total_bytes: ByteSize = Field(
+        ByteSize(16384 * MIB), ge=1024, description="The same of all tenants together."
+    )
+    tenant_batches: int = Field(
+        32, ge=1, description="Batches of one tenant that have not ended; above it: 403."
+    )
+    ttl_s: int = Field(
+        30 * 86400,
+        ge=3600,
+        le=365 * 86400,
+        description="Seconds that a file lives unless its upload or its batch asks for fewer "
+        "(`expires_after`, `output_expires_after`), and that a batch is shown once its window is over.",
+    )
+
+
 def _checked(url: str) -> str:
     """Return a server's address without `/v1` and slashes at its end."""
     parts = urlsplit(url)

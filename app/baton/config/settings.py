@@ -25,6 +25,7 @@ from baton.config.environment import user_folder
 from baton.config.groups import (
     AdmissionSettings,
     AuthSettings,
+    BatchSettings,
     EdgeSettings,
     EngineSettings,
     Frozen,
@@ -128,6 +129,7 @@ class Settings(BaseSettings):
     on_demand: OnDemandSettings = OnDemandSettings()
     handoffs: HandoffSettings = HandoffSettings()
     responses: ResponseSettings = ResponseSettings()
+    batches: BatchSettings = BatchSettings()
     pooling: PoolingSettings = PoolingSettings()
     ui: UiSettings = UiSettings()
     usage: UsageSettings = UsageSettings()
@@ -298,6 +300,12 @@ class Settings(BaseSettings):
         if self.responses.folder is not None:
             return self.responses.folder.expanduser()
         return Path(self.handoff_store.removeprefix("file:")) / "responses"
+
+    @property
+    def batches_folder(self) -> Path:
+        """Return the folder of files and batches, which need not exist."""
+        folder = self.batches.folder or user_folder("XDG_DATA_HOME", ".local/share") / "baton" / "batches"
+        return folder.expanduser()
 
     @property
     def keys_file(self) -> Path:

@@ -16,16 +16,20 @@
     │   ├── OriginNotAllowed         403 origin_not_allowed
     │   ├── OperatorKeyNeeded        403 operator_key_needed
     │   ├── ModelNotAllowed          403 model_not_allowed
+    │   ├── QuotaReached             403 quota_reached
     │   ├── NotFound                 404 not_found
     │   │   ├── ModelNotFound        404 model_not_found
     │   │   ├── HandoffNotFound      404 handoff_not_found
-    │   │   └── ResponseNotFound     404 response_not_found
+    │   │   ├── ResponseNotFound     404 response_not_found
+    │   │   ├── ClientFileNotFound   404 file_not_found
+    │   │   └── BatchNotFound        404 batch_not_found
     │   ├── MethodNotAllowed         405 method_not_allowed
     │   ├── NotAcceptable            406 not_acceptable
     │   ├── RequestTimeout           408 request_timeout
     │   ├── HandoffIncompatible      409 handoff_incompatible
     │   ├── HandoffPending           409 handoff_pending         (retryable)
     │   ├── HandoffPinsFull          409 handoff_pins_full
+    │   ├── FileInUse                409 file_in_use
     │   ├── HandoffImagesLost        410 handoff_images_lost
     │   ├── BodyTooLarge             413 body_too_large
     │   ├── UriTooLong               414 uri_too_long
@@ -53,6 +57,7 @@
     │   ├── GatewayOverloaded        503 gateway_overloaded    (retryable)
     │   ├── HandoffStoreUnavailable  503 handoff_store_unavailable (retryable)
     │   ├── UsageUnavailable         503 usage_unavailable     (retryable)
+    │   ├── StorageFull              503 storage_full          (retryable)
     │   ├── PluginBusy               503 plugin_busy           (retryable) or the plugin's own code
     │   ├── RemoteBusy               503 remote_busy           (retryable) or 429, or another's own code
     │   ├── RemoteTimeout            504 remote_timeout
@@ -263,6 +268,14 @@ class ModelNotAllowed(ClientError):
     default_message = "This key may not use this model."
 
 
+class QuotaReached(ClientError):
+    """A tenant's files or batches are as many, or as large, as they may be."""
+
+    code = "quota_reached"
+    status = 403
+    kind = "permission_error"
+
+
 class NotFound(ClientError):
     code = "not_found"
     status = 404
@@ -295,6 +308,16 @@ class ResponseNotFound(NotFound):
     )
 
 
+class ClientFileNotFound(NotFound):
+    code = "file_not_found"
+    default_message = "There is no file with this id: it is unknown, expired or deleted."
+
+
+class BatchNotFound(NotFound):
+    code = "batch_not_found"
+    default_message = "There is no batch with this id: it is unknown, or ended long ago."
+
+
 class RequestTimeout(ClientError):
     code = "request_timeout"
     ends_connection = True
@@ -321,6 +344,12 @@ class HandoffPinsFull(ClientError):
         "The part of the store that may be pinned, or your share of it, is used up: unpin another of your "
         "handoffs, or try again when others have expired."
     )
+
+
+class FileInUse(ClientError):
+    code = "file_in_use"
+    status = 409
+    default_message = "A batch that has not ended reads this file: wait for it, or cancel it first."
 
 
 class HandoffImagesLost(ClientError):
@@ -496,6 +525,16 @@ class UsageUnavailable(ServerError):
     status = 503
     retryable = True
     default_message = "The usage cannot be read or written now; try again shortly."
+
+
+class StorageFull(ServerError):
+    code = "storage_full"
+    status = 503
+    retryable = True
+    default_message = (
+        "The disk that files and batches are kept on is full: delete files that you need no more, or ask "
+        "whoever runs the gateway for room."
+    )
 
 
 class RemoteFailed(ServerError):

@@ -115,8 +115,9 @@ async def take_place(request: Request, engine: Engine) -> Ticket:
         EngineOverloaded: too many requests wait already, or the wait took too long.
     """
     state = state_of(request.scope)
-    admission = gateway_of(request).admission
-    await admission.enter(state.ticket, state.context.tenant, engine.base, state.order)
+    context = state.context
+    enter = gateway_of(request).admission.enter
+    await enter(state.ticket, context.tenant, engine.base, context.give_way, order=state.order)
     return state.ticket
 
 

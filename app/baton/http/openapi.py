@@ -20,8 +20,9 @@ from baton.admission.fair_threads import in_own_thread
 from baton.engines.backend import Operation
 from baton.engines.vllm_version import installed_vllm, minor_of
 from baton.http.middleware.gate import PUBLIC_PATHS
-from baton.http.request import UPLOAD_TYPES
+from baton.http.request import FORM, UPLOAD_TYPES
 from baton.http.routes.adapters import LoadAdapter, UnloadAdapter
+from baton.http.routes.batches import LINES, ExpiresAfter, NewBatch
 from baton.http.routes.openai import ENGINE_ROUTES
 from baton.library.handoff import HandoffList, HandoffMessages, HandoffObject, HandoffRow
 from baton.relay import asked as header
@@ -68,6 +69,22 @@ OWN_BODIES: dict[str, type[BaseModel]] = {
     "/v1/unload_lora_adapter": UnloadAdapter,
 }
 """Bodies of the routes for operators."""
+FILE_FORM: dict[str, Any] = {
+    "type": "object",
+    "required": ["file", "purpose"],
+    "properties": {
+        "file": {"type": "string", "format": "binary", "description": "Requests, one a line, as JSON."},
+        "purpose": {"const": "batch"},
+        "expires_after[anchor]": {"const": "created_at"},
+        "expires_after[seconds]": {"type": "integer", "minimum": 3600, "maximum": 30 * 86400},
+    },
+}
+STORAGE_ERRORS = {
+    "403": "The tenant has as many files, bytes or batches as it may, or there are no keys and a web page of "
+    "another site sent the request.",
+    "404": "There is no file or batch with this id.",
+    "409": "A batch that has not ended reads the file.",
+}
 OPERATORS_ONLY = {"403": "The key is no operator's, or a web page of another site sent the request."}
 MESSAGE = {"type": "object", "description": "A JSON-RPC message of the Model Context Protocol."}
 MCP_REQUEST = MESSAGE | {
@@ -212,6 +229,7 @@ def _add_schemas(openapi: dict[str, Any]) -> None:
     vllm = _vllm_schemas()
     components = openapi.setdefault("components", {}).setdefault("schemas", {})
     components |= vllm["components"] | {"BatonError": ERROR_SCHEMA}
+    components["BatonExpiresAfter"] = ExpiresAfter.model_json_schema()
     for name, kind in HANDOFF_MODELS.items():
         mode: JsonSchemaMode = "serialization" if kind in ANSWERS else "validation"
         schema = kind.model_json_schema(mode=mode, ref_template="#/components/schemas/Baton{model}")
@@ -241,6 +259,8 @@ def _add_schemas(openapi: dict[str, Any]) -> None:
             if (body := OWN_BODIES.get(path)) is not None:
                 _take(operation, body.model_json_schema())
                 _add_errors(responses, OPERATION_ERRORS | OPERATORS_ONLY)
+            if path.startswith(("/v1/files", "/v1/batches")):
+                _describe_batches(path, method, operation)
             if path == "/mcp":
                 _take(operation, MCP_REQUEST)
                 responses["200"]["content"] = {"application/json": {"schema": MESSAGE}}
@@ -310,6 +330,22 @@ def _describe_handoffs(path: str, method: str, operation: dict[str, Any]) -> Non
     if (body := HANDOFF_BODIES.get(method)) is not None:
         _take(operation, {"$ref": f"#/components/schemas/{body}"})
         _add_errors(responses, OPERATION_ERRORS | HANDOFF_ERRORS)
+
+
+def _describe_batches(path: str, method: str, operation: dict[str, Any]) -> None:
+    errors = ("400", "408", "413", "415", "429", "500", "503") if method == "post" else ("400", "500", "503")
+    _add_errors(
+        operation["responses"], {status: OPERATION_ERRORS[status] for status in errors} | STORAGE_ERRORS
+    )
+    if (path, method) == ("/v1/files", "post"):
+        operation["requestBody"] = {"required": True, "content": {FORM: {"schema": FILE_FORM}}}
+    elif (path, method) == ("/v1/batches", "post"):
+        schema = NewBatch.model_json_schema(ref_template="#/components/schemas/Baton{model}")
+        schema.pop("$defs", None)
+        schema["properties"]["endpoint"] = {"enum": list(LINES)}
+        _take(operation, schema)
+    elif path.endswith("/content"):
+        operation["responses"]["200"]["content"] = {"application/octet-stream": BINARY}
 
 
 def _add_errors(responses: dict[str, Any], errors: dict[str, str]) -> None:

@@ -10,13 +10,14 @@ from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import Request
-from starlette.types import Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from baton.admission.api_keys import StoredKey
 from baton.admission.fair_queue import USUAL, Order, QueueLimits, watched_queue
 from baton.admission.fair_threads import FairThreads
 from baton.admission.tenants import Admission, Ticket
 from baton.admission.usage import Usage
+from baton.batches.service import Batches
 from baton.config.groups import LimitSettings
 from baton.config.settings import Settings
 from baton.engines.engine import Engine
@@ -54,6 +55,10 @@ UPLOAD_TYPES = frozenset(
     }
 )
 """Media types of `POST /pooling` whose body is a file, not JSON."""
+
+
+FORM = "multipart/form-data"
+"""Media type of `POST /v1/files`."""
 
 
 def media_type_of(request: Request) -> str:
@@ -228,6 +233,7 @@ class Gateway:
     library: Library
     relay: Relay
     responses: StoredResponses
+    batches: Batches
     pooling: Pooling
     drain: Drain
     admission: Admission
@@ -314,6 +320,18 @@ def counted_for(request: Request, engine: Engine) -> Iterator[None]:
     finally:
         state.count(usage)
         state.model = own
+
+
+def replay(body: bytes) -> Receive:
+    """Return an ASGI `receive` that gives a body; then it waits, as for a client that stays."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Message:
+        if not messages:
+            await asyncio.get_running_loop().create_future()
+        return messages.pop()
+
+    return receive
 
 
 # Read a request's body as JSON; work on large bodies runs in threads.

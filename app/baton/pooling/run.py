@@ -11,7 +11,7 @@ from typing import Any
 import structlog
 
 from baton.admission.fair_queue import USUAL, Order, QueueLimits, watched_queue
-from baton.config.groups import PoolingSettings
+from baton.config.groups import BatchSettings, PoolingSettings
 from baton.engines.backend import Json
 from baton.engines.engine import Engine, LocalEngine, Plugin
 from baton.errors import BatonError, EngineOverloaded, PluginFailed, PluginTimeout
@@ -36,8 +36,15 @@ class Pooling:
         SettingsError: no files can be made in `spool_dir`.
     """
 
-    def __init__(self, settings: PoolingSettings, metrics: PoolingMetrics, queues: QueueMetrics) -> None:
+    def __init__(
+        self,
+        settings: PoolingSettings,
+        metrics: PoolingMetrics,
+        queues: QueueMetrics,
+        batches: BatchSettings | None = None,
+    ) -> None:
         self.settings = settings
+        self._batches = batches or BatchSettings()
         self._metrics = metrics
         self._queues = queues
         require_folder(settings.spool_dir)
@@ -52,7 +59,7 @@ class Pooling:
             if known is not None:
                 known.close()
             known = self._runners[engine.name] = Runner(
-                engine, plugin, self.settings, self._metrics, queues=self._queues
+                engine, plugin, self.settings, self._metrics, queues=self._queues, batches=self._batches
             )
         return known
 
@@ -78,13 +85,21 @@ class Runner:
         metrics: PoolingMetrics,
         *,
         queues: QueueMetrics,
+        batches: BatchSettings,
     ) -> None:
         self.plugin = plugin
         self._engine = engine
         self._settings = settings
         self._metrics = metrics
         self._processor = PluginProcessor(plugin, settings.threads)
-        requests = QueueLimits(settings.requests, settings.waiting, settings.wait_s)
+        requests = QueueLimits(
+            settings.requests,
+            settings.waiting,
+            settings.wait_s,
+            behind=min(batches.lines, settings.requests),
+            beside=batches.lines_beside,
+            quiet_s=batches.quiet_s,
+        )
         uploads = QueueLimits(settings.requests + settings.waiting, waiting=0)
         self._places = watched_queue(requests, _no_place, queues, "plugin", engine=engine.name)
         self._uploads = watched_queue(uploads, _no_place, queues, "uploads", engine=engine.name)
@@ -114,10 +129,10 @@ class Runner:
                 raise PluginTimeout(f"The file had not arrived after {limit:g} seconds.") from None
 
     @contextlib.asynccontextmanager
-    async def _admitted(self, tenant: str, order: Order) -> AsyncIterator[None]:
+    async def _admitted(self, context: RequestContext, order: Order) -> AsyncIterator[None]:
         """Hold a place among the running requests; a request is parsed only once it has one."""
         self._processor.require_threads()
-        async with self._places.place(tenant, order=order):
+        async with self._places.place(context.tenant, context.give_way, order=order):
             running = self._metrics.running.labels(self._engine.name)
             running.inc()
             try:
@@ -150,7 +165,7 @@ class Runner:
         processor = self._processor.of(context.tenant)
         outcome, limit = "failed", self._settings.time_limit_s
         try:
-            async with self._admitted(context.tenant, order):
+            async with self._admitted(context, order):
                 deadline = asyncio.get_running_loop().time() + limit
                 async with asyncio.timeout_at(deadline):
                     output = await self._run(processor, work, context, priority, describe=describe)

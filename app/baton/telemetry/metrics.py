@@ -354,6 +354,38 @@ class ResponseMetrics:
         self.bytes = Gauge("baton_responses_bytes", "Bytes that stored responses take.", registry=registry)
 
 
+class BatchMetrics:
+    """The series of files and batches."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.ended = Counter(
+            "baton_batches_ended_total",
+            "Batches that ended, by the status they ended with.",
+            ("status",),
+            registry=registry,
+        )
+        for status in ("completed", "failed", "expired", "cancelled"):
+            self.ended.labels(status)
+        self.running = Gauge(
+            "baton_batches_running", "Batches that this gateway reads, runs or writes out.", registry=registry
+        )
+        self.lines = Counter(
+            "baton_batch_lines_total",
+            "Lines of batches: `completed`, `failed`; or begun and ended without an answer, to begin again "
+            "later: `gave_way` to a client's request, `put_off` because the engine refused them for now.",
+            ("result",),
+            registry=registry,
+        )
+        for result in ("completed", "failed", "gave_way", "put_off"):
+            self.lines.labels(result)
+        self.files = Gauge("baton_files", "Files that are kept for clients.", registry=registry)
+        self.bytes = Gauge(
+            "baton_files_bytes",
+            "Bytes of these files, and of answers that are in no file yet.",
+            registry=registry,
+        )
+
+
 FAILURES = tuple(kind for kind in TransferFailure if kind is not TransferFailure.GIVEN_UP)
 """Failures that are counted as errors; a client that disconnected is none."""
 
@@ -439,6 +471,7 @@ class GatewayMetrics(RequestMetrics):
         self.shared_store = SharedStoreMetrics(registry)
         self.archive = ArchiveMetrics(registry)
         self.responses = ResponseMetrics(registry)
+        self.batches = BatchMetrics(registry)
         self.events = EventMetrics(registry)
         self.pooling = PoolingMetrics(registry)
         self.images = ImageMetrics(registry)

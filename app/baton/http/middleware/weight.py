@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from baton.admission.body_budget import BodyBudget, BodyLease
 from baton.config.groups import EdgeSettings
 from baton.errors import BatonError, BodyTooLarge, GatewayOverloaded, RequestTimeout, UnsupportedMediaType
-from baton.http.request import UPLOAD_TYPES, media_type_of, state_of
+from baton.http.request import FORM, UPLOAD_TYPES, media_type_of, state_of
 from baton.telemetry.memory import MemoryWatch
 
 # Refuse new requests while memory is short.
@@ -39,7 +39,7 @@ class MemoryShortageMiddleware:
 # Limit the size of a request's body, the time it may take to arrive, and the memory of all bodies.
 
 
-UPLOAD_PATH = "/pooling"
+UPLOAD_PATH, FILES_PATH = "/pooling", "/v1/files"
 
 
 class BodyLimitMiddleware:
@@ -48,20 +48,33 @@ class BodyLimitMiddleware:
     Args:
         bodies: budget of the bodies that are held in memory.
         uploads: budget of the files that are written to disk as they arrive.
+        files: budget of the forms with files that are kept, which are written to disk too.
     """
 
-    def __init__(self, app: ASGIApp, *, bodies: BodyBudget, uploads: BodyBudget, edge: EdgeSettings) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        bodies: BodyBudget,
+        uploads: BodyBudget,
+        files: BodyBudget,
+        edge: EdgeSettings,
+    ) -> None:
         self._app = app
         self._bodies = bodies
         self._uploads = uploads
+        self._files = files
         self._edge = edge
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        upload = scope["path"] == UPLOAD_PATH and media_type_of(Request(scope)) in UPLOAD_TYPES
-        budget = self._uploads if upload else self._bodies
+        budget = self._bodies
+        if scope["path"] == UPLOAD_PATH and media_type_of(Request(scope)) in UPLOAD_TYPES:
+            budget = self._uploads
+        elif scope["path"] == FILES_PATH and media_type_of(Request(scope)) == FORM:
+            budget = self._files
         limit = ByteSize(budget.room.each)
         for name, value in scope["headers"]:
             if name == b"content-length" and int(value) > limit:

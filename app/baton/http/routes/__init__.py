@@ -5,11 +5,23 @@
 
 from __future__ import annotations
 
-from baton.http.routes import adapters, engines, handoffs, mcp, openai, operations, pooling, responses, usage
+from baton.http.routes import (
+    adapters,
+    batches,
+    engines,
+    handoffs,
+    mcp,
+    openai,
+    operations,
+    pooling,
+    responses,
+    usage,
+)
 
 ROUTERS = (
     openai.router,
     responses.router,
+    batches.router,
     pooling.router,
     handoffs.router,
     engines.router,

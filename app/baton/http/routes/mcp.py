@@ -7,7 +7,6 @@ request to `/mcp`. No tool but these is run.
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from baton.engines.backend import Json, Operation
 from baton.errors import BatonError, BodyTooLarge, InternalError, InvalidRequest, NotFound
 from baton.http.answer import answer, unless_gone
 from baton.http.body.json import is_small
-from baton.http.request import Gateway, gateway_of, in_a_thread, read_json, state_of
+from baton.http.request import Gateway, gateway_of, in_a_thread, read_json, replay, state_of
 from baton.http.routes import handoffs, pooling
 from baton.relay.asked import HandoffIds, Label, Seconds, parse_options
 
@@ -228,7 +227,7 @@ async def _answered(request: Request) -> Response:
 
     manager = StreamableHTTPSessionManager(_server(request), json_response=True, stateless=True)
     async with manager.run():
-        await manager.handle_request(request.scope, _replay(await request.body()), send)
+        await manager.handle_request(request.scope, replay(await request.body()), send)
     start, *rest = sent
     headers = Headers(raw=start.get("headers", []))
     kept = {name: value for name, value in headers.items() if name != "content-length"}
@@ -314,19 +313,7 @@ async def _inner(request: Request, body: Json) -> Request:
     """Make the request that a tool sends to one of our routes, on behalf of the one to `/mcp`."""
     written = json.dumps(body).encode()
     headers = [(b"content-type", b"application/json"), (b"accept", b"application/json")]
-    return Request({**request.scope, "headers": headers, "query_string": b""}, _replay(written))
-
-
-def _replay(body: bytes) -> Callable[[], Awaitable[Message]]:
-    """Return an ASGI `receive` that gives a body; then it waits, as for a client that stays."""
-    messages = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def receive() -> Message:
-        if not messages:
-            await asyncio.get_running_loop().create_future()
-        return messages.pop()
-
-    return receive
+    return Request({**request.scope, "headers": headers, "query_string": b""}, replay(written))
 
 
 async def _read(request: Request, response: Response) -> Json:
