@@ -18,6 +18,7 @@ from support.event_streams import Following
 from support.gateways import FakeGateway, FakeProcess, Held, run_fake
 from support.hostile import ROUTES, VALUES
 from support.raw_requests import wait_for as wait_within
+from support.small_devices import fill, mounted
 from support.table_tests import each
 
 from baton.admission.api_keys import create_key
@@ -601,6 +602,40 @@ def test_a_line_that_costs_the_engine_again_and_again_fails_alone(
         statuses = {name: row["response"]["status_code"] for name, row in answered(client, done).items()}
         assert statuses == {"c0": 200, "c1": 200, "p": 503, "b": 500}
         assert engine.deaths == 4
+
+
+@pytest.mark.fault("H10")
+def test_a_disk_that_is_full_in_the_middle_costs_no_answer_and_nobody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("baton.batches.service.FULL_RETRY_S", 0.05)
+    held = Held()
+    engine = FakeEngine("a", behaviour=slow(held))
+    words = " ".join(f"w{number}" for number in range(500))
+    content = b"".join(line(f"c{n}", chat(f"{n} {words}", max_tokens=400)) for n in range(40))
+    with (
+        mounted(tmp_path / "small", 4) as device,
+        run_fake(engine, batches={"folder": device / "b", "lines": 4, "quiet_s": 0.0}) as gateway,
+    ):
+        client = sdk(gateway.url)
+        batch = begin(client, content)
+        wait_for(lambda: engine.active == 4)
+        filler = fill(device)
+        held.release()
+        wait_for(lambda: errors(client.batches.retrieve(batch.id)))
+        waiting = client.batches.retrieve(batch.id)
+        assert (waiting.status, errors(waiting)) == ("in_progress", [("storage_full", None, None)])
+        with pytest.raises(openai.InternalServerError) as full:
+            client.files.create(file=("x", b"x" * 100_000), purpose="batch")
+        assert (full.value.status_code, full.value.code) == (503, "storage_full")
+        said = client.chat.completions.create(model="a", messages=[{"role": "user", "content": "1 2"}])
+        assert said.choices[0].message.content
+        assert len(engine.bodies) == 5  # no line began meanwhile
+        filler.unlink()
+        done = until(client, batch)
+        assert (done.status, counts(client, done), errors(done)) == ("completed", (40, 40, 0), [])
+        assert len(answered(client, done)) == 40
+        assert len(engine.bodies) == 41  # and none was asked twice
 
 
 # Restarts

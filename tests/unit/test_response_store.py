@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import shutil
 import sqlite3
 import stat
-import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.small_devices import fill, mounted
 
 from baton.responses import store as responses_store
 from baton.responses.response import NewResponse, conversation_json, input_items, listed_items, replayed_items
@@ -288,14 +286,8 @@ def test_a_clock_that_is_set_back_keeps_nobody_from_storing(store: ResponseStore
 
 @pytest.fixture
 def small_device(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 2 MiB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=2m,mode=0700", "tmpfs", str(folder)]
-    if os.geteuid() != 0 or shutil.which("mount") is None or subprocess.run(command, check=False).returncode:
-        pytest.skip("no small device can be mounted here")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+    with mounted(tmp_path / "small", 2) as folder:
+        yield folder
 
 
 @pytest.mark.fault("H7")
@@ -312,10 +304,7 @@ def test_on_a_full_device_the_oldest_give_way_and_deleting_works(small_device: P
         (f"r{number}", tenant) for number in range(60) if store.body(f"r{number}", tenant := "ab"[number % 2])
     ]
     assert len(kept) == store.usage()[0] > 10
-    (small_device / "filler").write_bytes(b"")
-    with contextlib.suppress(OSError), (small_device / "filler").open("wb", buffering=0) as filler:
-        while True:
-            filler.write(bytes(PAGE))
+    fill(small_device)
     assert all(store.delete(name, tenant) for name, tenant in kept)
     assert store.usage() == (0, 0)
     store.close()
