@@ -162,6 +162,21 @@ class TransferStats(KVConnectorStats):
         return not self.outcomes and "latent" not in self.data and "encoded" not in self.data
 
 
+class PoolPins:
+    """Blocks of vLLM's pool that stay as they are although no request uses them."""
+
+    def __init__(self) -> None:
+        self.pool: BlockPool | None = None
+
+    def pin(self, block: int) -> None:
+        assert self.pool is not None
+        self.pool.touch([self.pool.blocks[block]])
+
+    def unpin(self, block: int) -> None:
+        assert self.pool is not None
+        self.pool.free_blocks([self.pool.blocks[block]])
+
+
 class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     """Saves finished requests' KV as entries and loads entries into later requests.
 
@@ -198,7 +213,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         self._groups = cache_groups(kv_cache_config)
         self._block_size = next((each for each in self._groups if each.keeps_all), self._groups[0]).tokens
         self._layout: WorkerLayout | None = None
-        self._pool: BlockPool | None = None
+        self._pins = PoolPins()
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -347,17 +362,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     # Called in the scheduler's process.
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        self._pool = gpu_block_pool
-
-    def pin(self, block: int) -> None:
-        """Keep a block of the pool as it is."""
-        assert self._pool is not None
-        self._pool.touch([self._pool.blocks[block]])
-
-    def unpin(self, block: int) -> None:
-        """Give a block back to the pool that was kept once."""
-        assert self._pool is not None
-        self._pool.free_blocks([self._pool.blocks[block]])
+        self._pins.pool = gpu_block_pool
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         """Compute the fingerprint from what the workers hold; vLLM calls this before the first request.
@@ -386,7 +391,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             groups=self._groups,
             held_blocks=int(self._kv_cache_config.num_blocks * MAX_HELD_SHARE),
             most_computed=self._vllm_config.scheduler_config.max_num_batched_tokens,
-            pins=self,
+            pins=self._pins,
         )
 
     @property

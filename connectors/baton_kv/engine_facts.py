@@ -158,12 +158,14 @@ def _require_caches(config: VllmConfig, specs: Sequence[Any]) -> None:
             f"baton_kv: {what} with speculative decoding are not supported; use none, or a draft model with "
             "the KV heads and head size of the model, or n-grams"
         )
-    if Family.MAMBA2 in families and current_platform.is_cpu() and config.cache_config.enable_prefix_caching:
+    if not states:
+        return
+    cache = config.cache_config
+    if Family.MAMBA2 in families and current_platform.is_cpu() and cache.enable_prefix_caching:
         raise ValueError(
             "baton_kv: with Mamba 2 and a prefix cache vLLM's CPU backend ends at the first prompt of more "
             "than a block, also without handoffs; set enable_prefix_caching = false"
         )
-    cache = config.cache_config
     if cache.use_replayssm or cache.use_kda_recoverssm:
         raise ValueError("baton_kv: states that vLLM replays are not supported; set use_replayssm to false")
 

@@ -72,7 +72,7 @@ class Family(Enum):
         "Running states of short convolutions, beside attention",
         "LFM2",
         needs="`tensor_parallel_size = 1`, no speculative decoding",
-        row=STATES_ROW,
+        refused_on_cpus="vLLM's CPU backend computes a prompt in chunks otherwise than whole",
     )
     OTHER_STATES = Support(
         "Other running states: Mamba 1, linear attention, Kimi's delta attention",

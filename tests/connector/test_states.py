@@ -7,7 +7,6 @@ round otherwise: there the tokens, and the log probabilities to the last bit, ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,15 +16,33 @@ import pytest
 from support.offline_engines import OWN, Answer, OfflineEngine, prompt, same
 
 from baton_kv.contract import PARAMS_KEY, params_to_save, transfer_params
-from baton_kv.entry import Entry
-from baton_kv.folders import store_secret
-from baton_kv.format import EntryDescription
-from baton_kv.stores.file import FileStore
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 SAID, THEN = 5, 8
 """Tokens that are said before a context is saved, and after it is loaded."""
-LENGTHS = (*range(1, 12), 27, 28, 31, 32, 33, *range(58, 66), 91, 92, 95, 96, 97, 123, 124, 127, 128, 129, 130, 200, 319, 400)
+LENGTHS = (
+    *range(1, 12),
+    27,
+    28,
+    31,
+    32,
+    33,
+    *range(58, 66),
+    91,
+    92,
+    95,
+    96,
+    97,
+    123,
+    124,
+    127,
+    128,
+    129,
+    130,
+    200,
+    319,
+    400,
+)
 AT_ONCE = 8
 
 
