@@ -233,6 +233,32 @@ def test_a_flipped_bit_of_a_state_is_found_before_it_is_used() -> None:
     print(f"\n{len(state)} flipped bytes of states, 0 used")
 
 
+def test_an_index_beside_latent_vectors_is_moved_as_any_layer() -> None:
+    """The worker's part of sparse attention, on tensors in DeepSeek V3.2's shapes: vLLM runs none on CPUs."""
+    random_bytes = torch.Generator().manual_seed(3)
+    latents, index = (
+        torch.randint(0, 256, (12, 1, 64, width), generator=random_bytes, dtype=torch.uint8)
+        for width in (656, 132)
+    )
+    store, kept = MemoryStore(), [latents[2:5].clone(), index[2:5].clone()]
+    one, other = (Engine(store) for _ in range(2))
+    for engine, layers in (
+        (one, [latents, index]),
+        (other, [latents.clone().zero_(), index.clone().zero_()]),
+    ):
+        engine.scheduler = SchedulerRole(store, SECRET, "one", 64)
+        engine.worker = WorkerRole(store, SECRET, KVBlocks(layers))
+        engine.layers = layers
+    tokens = list(range(180))
+    key = one.save(transfer_params(save=True), [2, 3, 4], tokens)
+    prompt = [*tokens, 7]
+    assert other.scheduler.matched("b", transfer_params(load=key), prompt, 0) == 179
+    other.scheduler.allocated("b", ([7, 5, 9],), 179)
+    assert other.run(1).loaded == {"b"}
+    for layer, expected in zip(other.layers, kept, strict=True):
+        assert torch.equal(layer[[7, 5, 9]], expected)
+
+
 def described(**changes: object) -> EntryDescription:
     plain = EntryDescription(
         key="local/abcdefghijklmnop",
