@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 from support.offline_engines import OWN, Answer, OfflineEngine, prompt, same
 
-from baton_kv.contract import PARAMS_KEY, params_to_save, transfer_params
+from baton_kv.contract import PARAMS_KEY, params_to_load, params_to_save, transfer_params
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 SAID, THEN = 5, 8
 """Tokens that are said before a context is saved, and after it is loaded."""
 LENGTHS = (
-    *range(1, 12),
+    *range(1, 14),
     27,
     28,
     31,
@@ -44,6 +44,8 @@ LENGTHS = (
     400,
 )
 AT_ONCE = 8
+BLOCK = 96
+"""Tokens in a block of the tiny model with gated delta nets, whose state is as large as the KV of so many."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,55 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 
 def started(kind: Kind, models: Path, store: Path, **args: Any) -> OfflineEngine:
     return OfflineEngine(store, model=str(models / kind.name), **(kind.args | args))
+
+
+FEW = (5, 60, 130, 200)
+
+
+@pytest.mark.fault("B21")
+@pytest.mark.fault("B23")
+def test_a_few_lengths_of_each_family_are_continued_exactly(models: Path, tmp_path: Path, kind: Kind) -> None:
+    """And what was changed on the way is computed."""
+    with started(kind, models, tmp_path / "store") as engine:
+        contexts = [saved(engine, length) for length in FEW]
+        check(kind, engine, contexts, len(contexts))
+        *_, last = contexts
+        file = engine.saved(params_to_load(last.key))
+        whole = bytearray(file.read_bytes())
+        whole[len(whole) // 2] ^= 1
+        file.write_bytes(whole)
+        engine.forget_prefixes()
+        (answer,) = engine.ask(([*last.tokens, *OWN], THEN, params_to_load(last.key)))
+        assert answer["cached"] == 0
+        (plain,) = engine.ask(([*last.tokens, *OWN], THEN, None))
+        assert answer["tokens"] == plain["tokens"]
+
+
+@pytest.mark.chaos
+@pytest.mark.fault("B22")
+def test_a_state_at_the_end_of_a_block_is_the_engine_s_own_prefix_cache_bit_by_bit(
+    models: Path, tmp_path: Path
+) -> None:
+    """Of a prompt saved without its answer, and of a context that was left behind its last whole block."""
+    (kind,) = (kind for kind in KINDS if kind.name == "qwen3-next")
+    with started(kind, models, tmp_path / "store") as engine:
+        for length in (97, 150, 191, 192, 193, 300):
+            asked = prompt(length, seed=length)
+            for scope, until in (("prompt", length), ("context", length + 3)):
+                engine.forget_prefixes()
+                (answer,) = engine.ask((asked, 20, transfer_params(save=True, scope=scope)))
+                engine.saved(answer["params"])
+                then = [*[*asked, *answer["tokens"]][:until], *OWN]
+                (hit,) = engine.ask((then, THEN, None))
+                engine.forget_prefixes()
+                (loaded,) = engine.ask((then, THEN, params_to_load(key_of(answer))))
+                boundary = (length + (19 if scope == "context" else 0)) // BLOCK * BLOCK
+                if boundary > until:
+                    assert loaded["cached"] == 0, "only the last states are kept"
+                    continue
+                assert loaded["cached"] == hit["cached"] == boundary
+                assert loaded["tokens"] == hit["tokens"]
+                assert loaded["logprobs"] == hit["logprobs"]
 
 
 @pytest.mark.chaos
