@@ -1,6 +1,7 @@
 """Write the reference pages that are made from the code: `python docs/reference_pages.py`.
 
-Settings, errors, metrics, routes, commands, vLLM's flags, the handoff object and the fault catalogue. What
+Settings, errors, metrics, routes, commands, vLLM's flags, the handoff object, the families of models and the
+fault catalogue. What
 the code does not say stands in `reference/notes.toml` and `reference/faults.toml`. A test fails when a page
 differs from what this script writes; `make docs-reference` rewrites them all.
 """
@@ -33,6 +34,8 @@ from baton.engines.vllm.parsers import FORMS, TAGS
 from baton.models.parsers import CALLS, THOUGHTS, Family
 from baton.server import create_app
 from baton.telemetry.metrics import GatewayMetrics, RemoteMetrics, TransferMetrics
+from baton_kv.families import Family as CacheFamily
+from baton_kv.families import Support
 
 DOCS = Path(__file__).parent
 REFERENCE = DOCS / "reference"
@@ -378,6 +381,30 @@ def parsers_page() -> str:
     )
 
 
+def where_handed_over(support: Support) -> tuple[str, str]:
+    """Return what is said of a family on CPUs and on NVIDIA GPUs."""
+    if support.refused:
+        return (f"no: {support.refused}",) * 2
+    on_gpus = "yes" if support.proved_on_gpus else "not proved: with `handoffs.unproven_devices = true`"
+    return f"no: {support.refused_on_cpus}" if support.refused_on_cpus else "yes", on_gpus
+
+
+def caches_page() -> str:
+    """Return the page of the families of models by what their caches hold."""
+    head = ("a layer's cache holds", "models", "on CPUs", "on NVIDIA GPUs", "needs", "proved by")
+    rows = [
+        [
+            support.holds,
+            support.models,
+            *where_handed_over(support),
+            support.needs,
+            f"`{support.row}`" if support.row else "",
+        ]
+        for support in (family.value for family in CacheFamily)
+    ]
+    return page("caches", "Which models hand over", table(head, rows))
+
+
 def faults_page() -> str:
     """Return the fault catalogue, each row with the tests that cover it."""
     found = fault_tests.by_row(DOCS.parent / "tests")
@@ -400,6 +427,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "commands.md": commands_page,
     "vllm-flags.md": flags_page,
     "parsers.md": parsers_page,
+    "caches.md": caches_page,
     "faults.md": faults_page,
 }
 

@@ -8,7 +8,7 @@ one block, its tokens in order. This module does not import vLLM: it takes tenso
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -22,16 +22,46 @@ class CacheGroup:
     Attributes:
         window: number of tokens that its layers attend to, the newest included; None for all. The blocks of a
             windowed group are freed when all their tokens are behind the window.
+        block_size: tokens in a block; None: as many as in blocks of full attention.
+        state: whether its layers have a running state instead of KV (Mamba, GDN, short convolutions). Block
+            `n` then holds the state after the block's last token, or after the last token that was computed.
     """
 
     window: int | None = None
+    block_size: int | None = None
+    state: bool = False
 
-    def first_block(self, tokens: int, block_size: int) -> int:
+    @property
+    def keeps_all(self) -> bool:
+        """Return whether a continuation needs all blocks of a context."""
+        return self.window is None and not self.state
+
+    @property
+    def tokens(self) -> int:
+        """Return the number of tokens in a block, once it is known."""
+        assert self.block_size is not None
+        return self.block_size
+
+    def sized(self, block_size: int) -> CacheGroup:
+        """Return the group with this block size, unless it has one of its own."""
+        return self if self.block_size is not None else replace(self, block_size=block_size)
+
+    def count(self, tokens: int) -> int:
+        """Return the number of blocks of so many tokens."""
+        return -(-tokens // self.tokens)
+
+    def first_block(self, tokens: int) -> int:
         """Return the index of the first block that the token after `tokens` computed ones needs.
 
-        Source: `SlidingWindowManager.get_num_skipped_tokens` in `vllm.v1.core.single_type_kv_cache_manager`.
+        Source: `get_num_skipped_tokens` of `SlidingWindowManager` and `MambaManager` in
+        `vllm.v1.core.single_type_kv_cache_manager`.
         """
-        return 0 if self.window is None else max(0, tokens - self.window + 1) // block_size
+        behind = tokens - 1 if self.state else 0 if self.window is None else tokens - self.window + 1
+        return max(0, behind) // self.tokens
+
+    def state_after(self, block: int, computed: int) -> int:
+        """Return the number of tokens after which a block of `computed` tokens holds the running state."""
+        return min((block + 1) * self.tokens, computed)
 
 
 FULL_ATTENTION = (CacheGroup(),)
@@ -169,9 +199,9 @@ class KVBlocks:
         )
 
     @property
-    def rows_a_block(self) -> int:
-        """Return the number of rows (kernel blocks) that one block of the pool is split into."""
-        return int(self._layers[0].shape[2])
+    def rows_a_block(self) -> tuple[int, ...]:
+        """Return the number of rows (kernel blocks) that one block of the pool is split into, by layer."""
+        return tuple(int(layer.shape[2]) for layer in self._layers)
 
     def heads(self, layer: int) -> range:
         """Return the heads of a layer that this rank holds."""

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -89,21 +90,21 @@ class WorkerLayout(KVConnectorHandshakeMetadata):
     Attributes:
         names: name of each layer.
         shapes: shape of each layer in the whole model.
-        rows_a_block: rows (kernel blocks) that one block of the pool is split into; on CPUs each packs its K
-            and V by itself.
+        rows_a_block: rows (kernel blocks) that one block of the pool is split into, by layer; on CPUs each
+            packs its K and V by itself.
         backends: from `engine_facts.backends_of`.
     """
 
     names: tuple[str, ...]
     shapes: tuple[LayerShape, ...]
-    rows_a_block: int = 1
+    rows_a_block: tuple[int, ...]
     backends: tuple[tuple[str, ...], ...] = ()
 
     def facts(self) -> list[tuple[str, int, int, int]]:
         """Return name, heads, bytes and rows a block of each layer, for the fingerprint."""
         return [
-            (name, shape.heads, shape.slab_bytes, self.rows_a_block)
-            for name, shape in zip(self.names, self.shapes, strict=True)
+            (name, shape.heads, shape.slab_bytes, rows)
+            for name, shape, rows in zip(self.names, self.shapes, self.rows_a_block, strict=True)
         ]
 
 
@@ -161,6 +162,21 @@ class TransferStats(KVConnectorStats):
         return not self.outcomes and "latent" not in self.data and "encoded" not in self.data
 
 
+class PoolPins:
+    """Blocks of vLLM's pool that stay as they are although no request uses them."""
+
+    def __init__(self) -> None:
+        self.pool: BlockPool | None = None
+
+    def pin(self, block: int) -> None:
+        assert self.pool is not None
+        self.pool.touch([self.pool.blocks[block]])
+
+    def unpin(self, block: int) -> None:
+        assert self.pool is not None
+        self.pool.free_blocks([self.pool.blocks[block]])
+
+
 class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     """Saves finished requests' KV as entries and loads entries into later requests.
 
@@ -194,8 +210,10 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         self._finished = FinishedJobs()
         self._latent_reported = {"steps": 0.0, "seconds": 0.0}
         self._encoded = 0
-        self._block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        self._groups = cache_groups(kv_cache_config)
+        self._block_size = next((each for each in self._groups if each.keeps_all), self._groups[0]).tokens
         self._layout: WorkerLayout | None = None
+        self._pins = PoolPins()
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -214,6 +232,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
                     "baton_kv: latent steps with tensor parallelism are not supported; "
                     "set tensor_parallel_size to 1"
                 )
+            if any(group.state for group in self._groups):
+                raise ValueError("baton_kv: latent steps of models with running states are not supported")
             first = next(iter(layers.values()))
             if first.shape[0] != config.num_blocks:
                 raise ValueError(
@@ -223,7 +243,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             layers |= {f"latent.{number}": seed for number, seed in enumerate(seeds)}
             group_of += [0] * len(seeds)
         try:
-            blocks = KVBlocks(list(layers.values()), config.num_blocks, shard, cache_groups(config), group_of)
+            blocks = KVBlocks(list(layers.values()), config.num_blocks, shard, self._groups, group_of)
         except LayoutRefused as error:
             raise ValueError(f"baton_kv: this model's KV cannot be handed over: {error}") from None
         backends = backends_of(self._vllm_config, config)
@@ -248,7 +268,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         from baton_kv.joins.supported import MovesUnsupported, make_mover  # which knows the CPU backend
 
         try:
-            mover, forward = make_mover(model, self._vllm_config, self._layout.rows_a_block)
+            mover, forward = make_mover(model, self._vllm_config, max(self._layout.rows_a_block))
         except MovesUnsupported as error:
             return str(error)
         except Exception as error:  # vLLM's internals: an engine that cannot move KV still serves
@@ -341,6 +361,9 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
 
     # Called in the scheduler's process.
 
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        self._pins.pool = gpu_block_pool
+
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         """Compute the fingerprint from what the workers hold; vLLM calls this before the first request.
 
@@ -365,9 +388,10 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             fingerprint(facts),
             self._block_size,
             self._ranks,
-            groups=cache_groups(self._kv_cache_config),
+            groups=self._groups,
             held_blocks=int(self._kv_cache_config.num_blocks * MAX_HELD_SHARE),
             most_computed=self._vllm_config.scheduler_config.max_num_batched_tokens,
+            pins=self._pins,
         )
 
     @property
@@ -405,6 +429,9 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         self._encoded += sum(map(len, scheduler_output.scheduled_encoder_inputs.values()))
+        if (blocks := scheduler_output.kv_connector_block_state) is not None:
+            for request_id, states in blocks.boundary_state_offloads.items():
+                self._planning.offered(request_id, states)
         return StepMetadata(self._planning.step(), idle=scheduler_output.total_num_scheduled_tokens == 0)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

@@ -12,12 +12,14 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVQuantMode,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 
 from baton_kv.blocks import CacheGroup, HeadShard, LayoutRefused
+from baton_kv.families import Family
 from baton_kv.fingerprint import KnownDigests, weights_digest
 
 NOT_OF_A_SLAB = frozenset(
@@ -34,7 +36,7 @@ SPARSE_MLA = ("tokens_per_state", "model_version", "cache_role", "is_index_group
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 
 def require_supported(
@@ -47,9 +49,9 @@ def require_supported(
     Raises:
         ValueError: the configuration is not supported; the message says what to change.
     """
-    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    specs = _specs_of(kv_cache_config)
     _require_parallel(config)
-    _require_caches(specs)
+    _require_caches(config, specs)
     if not current_platform.is_cpu() and not current_platform.is_cuda():
         raise ValueError("baton_kv: only CPUs and NVIDIA GPUs are supported; set handoff = false")
     if current_platform.is_cuda() and not unproven_devices and (unproved := _unproved_on_gpus(config, specs)):
@@ -82,9 +84,13 @@ def _unproved_on_gpus(config: VllmConfig, specs: Sequence[Any]) -> list[str]:
     images = config.model_config.multimodal_config
     found = {
         "tensor parallelism": config.parallel_config.tensor_parallel_size > 1,
-        "quantised KV": any(spec.kv_quant_mode is not KVQuantMode.NONE for spec in specs),
+        "quantised KV": any(
+            getattr(spec, "kv_quant_mode", KVQuantMode.NONE) is not KVQuantMode.NONE for spec in specs
+        ),
         "MLA": any(isinstance(spec, MLAAttentionSpec) for spec in specs),
         "sliding windows": any(getattr(spec, "sliding_window", None) for spec in specs),
+        "running states": any(isinstance(spec, MambaSpec) for spec in specs),
+        "groups of different shape": _differ(specs),
         "speculative decoding": config.speculative_config is not None,
         "images": images is not None and images.get_limit_per_prompt("image") > 0,
         "vLLM's first model runner": not config.use_v2_model_runner,
@@ -115,38 +121,76 @@ def _require_parallel(config: VllmConfig) -> None:
         )
 
 
-def _require_caches(specs: Sequence[Any]) -> None:
+def _specs_in(group: KVCacheGroupSpec) -> list[Any]:
+    """Return the spec of a cache group, or those of its layers, of one class, where they differ."""
+    spec = group.kv_cache_spec
+    return [*spec.kv_cache_specs.values()] if type(spec) is UniformTypeKVCacheSpecs else [spec]
+
+
+def _specs_of(kv_cache_config: KVCacheConfig) -> list[Any]:
+    """Return the specs of all cache groups."""
+    return [spec for group in kv_cache_config.kv_cache_groups for spec in _specs_in(group)]
+
+
+def _require_caches(config: VllmConfig, specs: Sequence[Any]) -> None:
     """Refuse KV caches that cannot be moved exactly."""
-    if len(specs) == 1 and type(specs[0]) is UniformTypeKVCacheSpecs:
+    families = {family_of(spec) for spec in specs}
+    if not families:
+        raise ValueError("baton_kv: the model has no KV cache; set handoff = false")
+    for family in families:
+        support = family.value
+        reason = support.refused or (support.refused_on_cpus if current_platform.is_cpu() else "")
+        if reason:
+            raise ValueError(
+                f"baton_kv: {support.holds[0].lower()}{support.holds[1:]} ({support.models}): not supported, "
+                f"as {reason}; set handoff = false"
+            )
+    states = any(isinstance(spec, MambaSpec) for spec in specs)
+    what = "running states" if states else "layers whose KV heads, head sizes or block sizes differ"
+    if not states and not _differ(specs):
+        return
+    if config.parallel_config.tensor_parallel_size > 1:
         raise ValueError(
-            "baton_kv: layers whose KV heads or head sizes differ are not supported; with speculative "
-            "decoding use a draft model with the KV heads and head size of the model, or n-grams"
+            f"baton_kv: {what} with tensor parallelism are not supported; set tensor_parallel_size to 1"
         )
-    if current_platform.is_cpu() and any(isinstance(spec, MLAAttentionSpec) for spec in specs):
+    if config.speculative_config is not None:
         raise ValueError(
-            "baton_kv: models with MLA (DeepSeek) are not supported on CPUs: vLLM's CPU backend decodes them "
-            "otherwise than it prefills them, so no handoff can be exact; set handoff = false"
+            f"baton_kv: {what} with speculative decoding are not supported; use none, or a draft model with "
+            "the KV heads and head size of the model, or n-grams"
         )
-    if not specs or not all(_is_attention(spec) for spec in specs):
+    if not states:
+        return
+    cache = config.cache_config
+    if Family.MAMBA2 in families and current_platform.is_cpu() and cache.enable_prefix_caching:
         raise ValueError(
-            "baton_kv: only models with full attention, sliding windows or MLA are supported; no running "
-            "states (Mamba), no chunked attention, no sparse attention with an index"
+            "baton_kv: with Mamba 2 and a prefix cache vLLM's CPU backend ends at the first prompt of more "
+            "than a block, also without handoffs; set enable_prefix_caching = false"
         )
-    if len({(spec.block_size, spec.num_kv_heads) for spec in specs}) != 1:
-        raise ValueError(
-            "baton_kv: cache groups with different block sizes or KV heads are not supported; set "
-            "disable_hybrid_kv_cache_manager = true"
-        )
+    if cache.use_replayssm or cache.use_kda_recoverssm:
+        raise ValueError("baton_kv: states that vLLM replays are not supported; set use_replayssm to false")
 
 
-def _is_attention(spec: Any) -> bool:
-    """Return whether a spec is of full attention, a sliding window or MLA, and nothing derived from them."""
+def _differ(specs: Sequence[Any]) -> bool:
+    """Return whether layers with KV differ in their heads, head sizes or block sizes."""
+    kept = [spec for spec in specs if not isinstance(spec, MambaSpec)]
+    return len({(spec.block_size, spec.num_kv_heads, spec.head_size) for spec in kept}) > 1
+
+
+def family_of(spec: Any) -> Family:
+    """Return the family of a layer's cache: by its class itself, as what is derived holds something else."""
     if type(spec) is SlidingWindowSpec:
-        return not spec.extra_retained_tokens
+        return Family.OTHER if spec.extra_retained_tokens else Family.WINDOWS
     if type(spec) is MLAAttentionSpec:
         plain = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=16, dtype=spec.dtype)
-        return all(getattr(spec, name) == getattr(plain, name) for name in SPARSE_MLA)
-    return type(spec) is FullAttentionSpec and spec.attention_chunk_size is None
+        same = all(getattr(spec, name) == getattr(plain, name) for name in SPARSE_MLA)
+        return Family.MLA if same else Family.SPARSE
+    if type(spec) is MambaSpec:
+        proved = spec.num_speculative_blocks == 0 and not spec.tp_replicated
+        name = spec.mamba_type.name
+        return Family[name] if proved and name in Family.__members__ else Family.OTHER_STATES
+    if type(spec) is FullAttentionSpec:
+        return Family.FULL if spec.attention_chunk_size is None else Family.CHUNKS
+    return Family.OTHER
 
 
 def cache_groups(kv_cache_config: KVCacheConfig) -> tuple[CacheGroup, ...]:
@@ -155,9 +199,14 @@ def cache_groups(kv_cache_config: KVCacheConfig) -> tuple[CacheGroup, ...]:
     Without several groups, vLLM stores windowed layers as full attention
     (`vllm.v1.core.kv_cache_utils.unify_hybrid_kv_cache_specs`); the layers keep their windows.
     """
-    specs = (group.kv_cache_spec for group in kv_cache_config.kv_cache_groups)
+    specs = [_specs_in(group)[0] for group in kv_cache_config.kv_cache_groups]
     return tuple(
-        CacheGroup(spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None) for spec in specs
+        CacheGroup(
+            spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None,
+            spec.block_size,
+            isinstance(spec, MambaSpec),
+        )
+        for spec in specs
     )
 
 
@@ -170,7 +219,6 @@ def facts_of(
         ValueError: the weights cannot be identified.
     """
     model, groups = config.model_config, kv_cache_config.kv_cache_groups
-    spec = groups[0].kv_cache_spec
     return {
         "vllm": vllm.__version__,
         "weights": weights_digest(model.model, model.revision, known),
@@ -181,7 +229,7 @@ def facts_of(
         "kv_dtype": config.cache_config.cache_dtype,
         "specs": [_spec_facts(group.kv_cache_spec) for group in groups],
         "platform": current_platform.device_name,
-        "packing": _packing(model.dtype, spec, config.cache_config.cache_dtype),
+        "packing": _packing(model.dtype, _specs_of(kv_cache_config), config.cache_config.cache_dtype),
         "hf_overrides": repr(model.hf_overrides),
         "load_format": str(config.load_config.load_format),
         "model_weights": str(model.model_weights),
@@ -282,10 +330,16 @@ def _long_rope(model: Any) -> int | None:
     return int(model.max_model_len) if "long_factor" in repr(model.hf_config) else None
 
 
-def _packing(dtype: torch.dtype, spec: Any, kv_dtype: str) -> str:
-    """Return how the attention backend packs a block; on CPUs this depends on the instruction set."""
+def _packing(dtype: torch.dtype, specs: Sequence[Any], kv_dtype: str) -> str:
+    """Return how the backends pack blocks, one word if all do alike; on CPUs by the instruction set."""
     if not current_platform.is_cpu():
         return "plain"
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    return str(_get_attn_isa(dtype, spec.block_size, spec.head_size, kv_dtype))
+    found = [
+        f"state-{torch.backends.cpu.get_cpu_capability()}"
+        if isinstance(spec, MambaSpec)
+        else str(_get_attn_isa(dtype, spec.block_size, spec.head_size, kv_dtype))
+        for spec in specs
+    ]
+    return found[0] if len(set(found)) == 1 else " ".join(found)

@@ -257,7 +257,7 @@ class Kept:
 def _layer_bytes(described: EntryDescription, heads: Sequence[int]) -> Iterator[int]:
     """Yield the bytes of each layer in an entry's own file, of so many heads."""
     for layer, count in enumerate(heads):
-        yield count * described.layers[layer].slab_bytes * (described.blocks - described.first(layer))
+        yield count * described.layers[layer].slab_bytes * len(described.held_of(layer))
 
 
 class Resident:

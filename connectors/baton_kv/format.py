@@ -18,7 +18,9 @@ one run. So the heads that a rank holds are read at once, and each is verified b
 A context that continues another one does not store that again: the entry names the entries that hold its
 first blocks (`parts`), each with its digest, so that no other can take its place. The block in which both
 meet is stored again, because it holds more tokens now. Layers with a sliding window keep the last tokens'
-blocks only, all of which the entry itself holds. So each cache group has a first block of its own (`firsts`).
+blocks only, all of which the entry itself holds; layers with a running state keep that after the last token,
+and that at the end of the block before where there is one. So each cache group has a first block of its own
+(`firsts`), and a last one where their blocks differ in size (`stops`).
 
 A context is its token ids and its images. All images have the same placeholder ids, so the description names
 each image and its position.
@@ -151,11 +153,14 @@ class EntryDescription:
         tokens: number of token ids.
         computed: number of tokens, from the first, that have KV.
         layers: the shape of each layer, in the model's order.
-        blocks: number of blocks of the context.
+        blocks: number of blocks of the context, in the groups that keep all of them.
         firsts: for each cache group, the index in the context of the first block that the entry itself holds.
         parts: the entries that hold its first blocks, in order, in groups without a window.
         images: the images of the context, in order.
         format: name and version of the format.
+        stops: for each cache group, the index of the block after the last one that the entry holds; empty
+            where it is `blocks` for all, as it is where all blocks have as many tokens. It is then not
+            written, as earlier versions of Baton do not know it.
     """
 
     key: str
@@ -168,20 +173,28 @@ class EntryDescription:
     parts: tuple[Part, ...] = ()
     images: tuple[ImageRef, ...] = ()
     format: str = FORMAT
+    stops: tuple[int, ...] = ()
+
+    def held(self, group: int) -> range:
+        """Return the blocks of a group that this entry itself holds, by their indexes in the context."""
+        return range(self.firsts[group], self.stops[group] if self.stops else self.blocks)
+
+    def held_of(self, layer: int) -> range:
+        """Return the blocks of a layer that this entry itself holds, by their indexes in the context."""
+        return self.held(self.layers[layer].group)
 
     def first(self, layer: int) -> int:
         """Return the index, in the context, of the first block of a layer that this entry itself holds."""
-        return self.firsts[self.layers[layer].group]
+        return self.held_of(layer).start
 
     def runs(self, layer: int) -> int:
         """Return the number of runs of a layer."""
-        return -(-(self.blocks - self.first(layer)) // self.layers[layer].run_blocks)
+        return -(-len(self.held_of(layer)) // self.layers[layer].run_blocks)
 
     def run(self, layer: int, index: int) -> range:
         """Return the blocks of one run, by their indexes in the context."""
-        size = self.layers[layer].run_blocks
-        start = self.first(layer) + index * size
-        return range(start, min(start + size, self.blocks))
+        size, held = self.layers[layer].run_blocks, self.held_of(layer)
+        return held[index * size : (index + 1) * size]
 
     @property
     def chunk_count(self) -> int:
@@ -192,13 +205,16 @@ class EntryDescription:
     def kv_bytes(self) -> int:
         """Return the bytes of KV that the entry itself holds."""
         return sum(
-            shape.heads * shape.slab_bytes * (self.blocks - self.first(index))
+            shape.heads * shape.slab_bytes * len(self.held_of(index))
             for index, shape in enumerate(self.layers)
         )
 
     def canonical(self) -> str:
         """Return the description as JSON, the same text for the same description."""
-        return json.dumps(asdict(self), sort_keys=True)
+        fields = asdict(self)
+        if not self.stops:
+            del fields["stops"]
+        return json.dumps(fields, sort_keys=True)
 
 
 class EntryLayout:
@@ -290,7 +306,7 @@ def _tensors_of(description: EntryDescription) -> dict[str, Any]:
         *(
             (f"layer.{index}", "U8", shape, shape[0] * shape[1])
             for index, layer in enumerate(description.layers)
-            for shape in ([layer.heads * (description.blocks - description.first(index)), layer.slab_bytes],)
+            for shape in ([layer.heads * len(description.held_of(index)), layer.slab_bytes],)
         ),
         ("tags", "U8", [description.chunk_count, TAG_ROW_BYTES], description.chunk_count * TAG_ROW_BYTES),
         ("digest", "U8", [DIGEST_BYTES], DIGEST_BYTES),
@@ -313,6 +329,7 @@ def _description_of(text: str) -> EntryDescription:
         | {
             "images": tuple(ImageRef(**image) for image in fields["images"]),
             "firsts": tuple(fields["firsts"]),
+            "stops": tuple(fields.get("stops", ())),
             "parts": tuple(Part(**part) for part in fields["parts"]),
             "layers": tuple(LayerShape(**layer) for layer in fields["layers"]),
         }
@@ -334,8 +351,10 @@ def _require_possible(described: EntryDescription) -> None:
         raise ValueError("impossible parts")
     if not all(type(part.key) is str and DIGEST.fullmatch(part.digest) for part in described.parts):
         raise ValueError("impossible parts")
-    if not all(type(first) is int and 0 <= first < described.blocks for first in firsts):
-        raise ValueError("impossible first blocks")
+    if not all(type(block) is int and 0 <= block <= MAX_NUMBER for block in (*firsts, *described.stops)):
+        raise ValueError("impossible first or last blocks")
+    if len(described.stops) not in (0, len(firsts)) or not all(map(described.held, range(len(firsts)))):
+        raise ValueError("impossible first or last blocks")
     if not all(type(layer.group) is int and 0 <= layer.group < len(firsts) for layer in described.layers):
         raise ValueError("impossible cache groups")
     if described.tokens > MAX_TOKENS or described.chunk_count > MAX_CHUNKS:

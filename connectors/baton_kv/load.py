@@ -228,7 +228,7 @@ def open_sources(
         for index, part in enumerate(entry.description.parts):
             taken = range(reached, part.stop)
             blocks = tuple(
-                each.within(taken if group.window is None else range(0))
+                each.within(taken if group.keeps_all else range(0))
                 for group, each in zip(kv.groups, job.blocks, strict=True)
             )
             if any(each.ids for each in blocks):
@@ -238,7 +238,7 @@ def open_sources(
                 found.append(source(other, held, blocks, index))
             reached = part.stop
         blocks = tuple(
-            each.within(range(reached, sys.maxsize)) if group.window is None else each
+            each.within(range(reached, sys.maxsize)) if group.keeps_all else each
             for group, each in zip(kv.groups, job.blocks, strict=True)
         )
         found.append(source(entry, kept, blocks, None))
@@ -251,7 +251,7 @@ def open_sources(
 
 def _most(described: EntryDescription, blocks: tuple[GroupBlocks, ...]) -> bool:
     """Return whether these are at least half of an entry's blocks: less is not worth its room."""
-    held = sum(described.blocks - first for first in described.firsts)
+    held = sum(len(described.held(group)) for group in range(len(described.firsts)))
     return 2 * sum(len(each.ids) for each in blocks) >= held
 
 
@@ -264,8 +264,9 @@ def _require_held(entry: Entry, blocks: tuple[GroupBlocks, ...], kv: KVBlocks, p
     described = entry.description
     if described.layers != kv.shapes or len(described.firsts) != len(blocks):
         raise EntryInvalid("the entry's layers do not have the shape of this KV cache", part)
-    for first, each in zip(described.firsts, blocks, strict=True):
-        if each.ids and (each.first < first or each.indexes.stop > described.blocks):
+    for group, each in enumerate(blocks):
+        held = described.held(group)
+        if each.ids and (each.first < held.start or each.indexes.stop > held.stop):
             raise EntryInvalid("the entry has fewer blocks than the load needs", part)
 
 

@@ -55,7 +55,7 @@ class LoadPlanner:
 
     Args:
         secret: the store's secret, 32 bytes.
-        block_size: tokens in a block.
+        block_size: tokens in a block of the groups that keep all blocks.
         fingerprint: fingerprint of the engine's model and its KV.
         most_computed: most tokens that one join may compute between moved ones.
     """
@@ -110,7 +110,8 @@ class LoadPlanner:
         # The prompt's last token is always computed: its logits give the first token of the answer.
         most = len(prompt) - 1 if wanted.limit is None else min(wanted.limit, len(prompt) - 1)
         matched = trim_to_equal_images(described.images, images, min(shared, most))
-        if not self._windows_held(described, matched):
+        matched = self._resumable(described, matched)
+        if trim_to_equal_images(described.images, images, matched) < matched:
             matched = 0
         parts = (*described.parts, Part(key, entry.digest, described.blocks))
         plan = Plan(matched, shared, parts, wanted.tag, described.fingerprint)
@@ -144,10 +145,24 @@ class LoadPlanner:
             raise
         return entry
 
+    def _resumable(self, described: EntryDescription, tokens: int) -> int:
+        """Return the largest number of tokens, up to `tokens`, after which an entry lets a request go on.
+
+        A running state is of use after exactly the tokens that it has seen.
+        """
+        states = [
+            {group.state_after(block, described.computed) for block in described.held(index)}
+            for index, group in enumerate(self._groups)
+            if group.state
+        ]
+        found = set.intersection(*states) if states else {tokens}
+        usable = (each for each in found if each <= tokens and self._windows_held(described, each))
+        return max(usable, default=0)
+
     def _windows_held(self, described: EntryDescription, tokens: int) -> bool:
         """Return whether an entry holds what windowed layers need to continue after this many tokens."""
         return all(
-            group.window is None or first <= group.first_block(tokens, self._block_size)
+            group.window is None or first <= group.first_block(tokens)
             for group, first in zip(self._groups, described.firsts, strict=False)
         )
 

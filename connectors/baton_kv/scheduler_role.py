@@ -13,7 +13,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from baton_kv.blocks import FULL_ATTENTION, CacheGroup, GroupBlocks
 from baton_kv.contract import (
@@ -59,10 +59,11 @@ class SchedulerRole:
     Args:
         secret: the store's secret, 32 bytes.
         fingerprint: fingerprint of this engine's model and its KV.
-        block_size: tokens in a block.
+        block_size: tokens in a block of full attention.
         ranks: number of tensor-parallel ranks, each of which does every job.
         held_blocks: number of different blocks that saves may keep from other requests.
         most_computed: most tokens that one join may compute between moved ones.
+        pins: the engine's pool, for models with running states.
     """
 
     def __init__(
@@ -76,9 +77,11 @@ class SchedulerRole:
         groups: tuple[CacheGroup, ...] = FULL_ATTENTION,
         held_blocks: int = sys.maxsize,
         most_computed: int = 0,
+        pins: Pins | None = None,
     ) -> None:
         self._store = store
         self._outcomes: list[TransferOutcome] = []
+        groups = tuple(group.sized(block_size) for group in groups)
         self._new_planner = partial(
             LoadPlanner, store, secret, self._outcomes, block_size, groups, most_computed=most_computed
         )
@@ -87,6 +90,7 @@ class SchedulerRole:
         self._outdated: set[str] = set()
         self._block_size = block_size
         self._groups = groups
+        self._states = BoundaryStates(groups, pins)
         self._plans: dict[str, Plan | None] = {}
         self._jobs = StepJobs()
         self._loading: set[str] = set()
@@ -137,6 +141,8 @@ class SchedulerRole:
         wanted = parse(params)
         if wanted is None:
             return None
+        if isinstance(wanted, TransferParams) and wanted.save:
+            self._states.want(request_id, len(prompt) if wanted.scope == "prompt" else sys.maxsize)
         # Moved KV of a request that shares its KV would answer others from the prefix cache.
         shares = isinstance(wanted, TransferParams) and wanted.moved and not wanted.is_apart(salt)
         if isinstance(wanted, Malformed) or shares or not wanted.uses(adapter):
@@ -193,7 +199,7 @@ class SchedulerRole:
             LoadJob(
                 request_id,
                 plan.parts[-1].key,
-                self._blocks_of(block_ids, plan.in_place, has // self._block_size),
+                self._blocks_of(block_ids, plan.in_place, has),
                 external,
                 plan.fingerprint,
                 plan.parts[-1].digest,
@@ -219,18 +225,25 @@ class SchedulerRole:
         Args:
             block_ids: a request's blocks of each cache group, in the order of the context.
             tokens: number of tokens.
-            local: number of blocks, from the first, that are left out.
+            local: number of tokens, from the first, whose whole blocks are left out.
         """
-        stop, found = -(-tokens // self._block_size), []
+        found = []
         for group, ids in zip(self._groups, block_ids, strict=True):
-            first = max(local, group.first_block(tokens, self._block_size))
-            found.append(GroupBlocks(first, tuple(ids[first:stop])))
+            first = max(local // group.tokens, group.first_block(tokens))
+            found.append(GroupBlocks(first, tuple(ids[first : group.count(tokens)])))
         return tuple(found)
 
     def step(self) -> StepJobs:
         """Return the jobs of this engine step and start collecting those of the next."""
         jobs, self._jobs = self._jobs, StepJobs()
         return jobs
+
+    def offered(self, request_id: str, states: Sequence[tuple[int, int, int]]) -> None:
+        """Note blocks that hold a request's running state at their end, once this step has run.
+
+        Each is a cache group, a block and the number of tokens that the state is after.
+        """
+        self._states.offer(request_id, states)
 
     def finished(
         self,
@@ -260,6 +273,34 @@ class SchedulerRole:
         Returns:
             Whether the blocks must be held until the save is reported, and the answer's `kv_transfer_params`.
         """
+        saves = self._finished(
+            request_id,
+            params,
+            tokens=tokens,
+            prompt=prompt,
+            computed=computed,
+            block_ids=block_ids,
+            whole=whole,
+            images=images,
+            adapter=adapter,
+        )
+        if not saves[0]:
+            self._states.release(request_id)
+        return saves
+
+    def _finished(
+        self,
+        request_id: str,
+        params: object,
+        *,
+        tokens: Sequence[int],
+        prompt: int,
+        computed: int,
+        block_ids: Sequence[Sequence[int]],
+        whole: bool,
+        images: Sequence[ImageRef],
+        adapter: str | None,
+    ) -> tuple[bool, dict[str, Any] | None]:
         plan = self._plans.pop(request_id, None)
         if request_id in self._outdated:
             self._outdated.remove(request_id)
@@ -275,8 +316,9 @@ class SchedulerRole:
         if wanted.least and kept - (plan.shared if plan is not None else 0) < wanted.least:
             return False, None
         whole = whole and wanted.uses(adapter)
-        blocks = self._blocks_of(block_ids, kept)
+        blocks = self._states.among(request_id, self._blocks_of(block_ids, kept), kept, computed)
         held = [block for ids in block_ids for block in ids if block != NULL_BLOCK]
+        held += self._states.held(request_id)
         if (failure := self._refusal(blocks, kept, held, whole, yields=wanted.least > 0)) is not None:
             self._outcomes.append(TransferOutcome(request_id, key, Transfer.SAVE, wanted.tag, failure))
             return False, None
@@ -315,13 +357,10 @@ class SchedulerRole:
         self, blocks: tuple[GroupBlocks, ...], kept: int, held: Sequence[int], whole: bool, *, yields: bool
     ) -> TransferFailure | None:
         """Check whether a context may be saved with `kept` tokens; return the reason against it, or None."""
-        if not whole or kept < 1 or not all(self._is_whole(each, kept) for each in blocks):
+        groups = zip(self._groups, blocks, strict=True)
+        if not whole or kept < 1 or not all(_is_whole(group, each, kept) for group, each in groups):
             return TransferFailure.NOT_WHOLE
         return None if self._held.has_room_for(held, yields=yields) else TransferFailure.BUSY
-
-    def _is_whole(self, blocks: GroupBlocks, tokens: int) -> bool:
-        """Return whether a group's blocks reach up to so many tokens, and none of them was freed."""
-        return blocks.indexes.stop * self._block_size >= tokens and NULL_BLOCK not in blocks.ids
 
     def _parts_before(self, plan: Plan, key: str, kept: int) -> tuple[Part, ...]:
         """Select the entries that hold the first blocks of a context already, as parts of its entry `key`.
@@ -330,8 +369,8 @@ class SchedulerRole:
         they end where it would use less than half of one; if there would be too many, there are none.
         """
         whole = min(plan.shared, kept - 1) // self._block_size
-        if all(group.window is not None for group in self._groups):
-            return ()
+        if len({group.tokens for group in self._groups if group.keeps_all}) != 1:
+            return ()  # none keeps all blocks, or several count them in different ways
         parts, reached = [], 0
         for part in plan.parts:
             if 2 * (min(part.stop, whole) - reached) < part.stop - reached or reached >= whole:
@@ -360,6 +399,7 @@ class SchedulerRole:
         for outcome in self._ranks.add(outcomes):
             if outcome.kind is Transfer.SAVE:
                 self._held.release(outcome.request_id)
+                self._states.release(outcome.request_id)
                 self._outcomes.append(self._saved_or_lost(outcome))
                 continue
             self._outcomes.append(outcome)
@@ -382,6 +422,90 @@ class SchedulerRole:
         for draft in self._saving.values():
             self._store.discard(draft)
         self._saving.clear()
+
+
+def _is_whole(group: CacheGroup, blocks: GroupBlocks, tokens: int) -> bool:
+    """Return whether a group's blocks reach up to so many tokens, and none of them was freed.
+
+    Of a running state one block is enough, of whatever length: it is only loaded for that.
+    """
+    reached = blocks.ids if group.state else blocks.indexes.stop >= group.count(tokens)
+    return bool(reached) and NULL_BLOCK not in blocks.ids
+
+
+class Pins(Protocol):
+    """Blocks of the engine's pool that stay as they are although no request uses them."""
+
+    def pin(self, block: int) -> None:
+        """Keep a block."""
+
+    def unpin(self, block: int) -> None:
+        """Give a block back that was kept once."""
+
+
+class BoundaryStates:
+    """The last running state at the end of a block, of each request that saves, for each group with states.
+
+    A request's own block has the state after all its tokens, and is overwritten by the next one. So without
+    these a context could not be saved without its answer, nor continued but behind its last token.
+    """
+
+    def __init__(self, groups: Sequence[CacheGroup], pins: Pins | None) -> None:
+        self._groups = groups
+        self._pins = pins if any(group.state for group in groups) else None
+        self._most: dict[str, int] = {}
+        self._pinned: dict[str, dict[int, tuple[int, int]]] = {}
+
+    def want(self, request_id: str, most: int) -> None:
+        """Keep the states of a request after up to so many tokens."""
+        if self._pins is not None:
+            self._most[request_id] = most
+
+    def offer(self, request_id: str, states: Sequence[tuple[int, int, int]]) -> None:
+        """Keep the last of these states, each a cache group, a block and a number of tokens."""
+        most = self._most.get(request_id, 0)
+        for index, block, tokens in states:
+            pinned = self._pinned.get(request_id, {})
+            _, before = pinned.get(index, (NULL_BLOCK, 0))
+            whole = self._groups[index].state and tokens % self._groups[index].tokens == 0
+            if self._pins is None or not whole or block == NULL_BLOCK or not before < tokens <= most:
+                continue
+            self._pins.pin(block)
+            if index in pinned:
+                self._pins.unpin(pinned[index][0])
+            self._pinned.setdefault(request_id, {})[index] = (block, tokens)
+
+    def among(
+        self, request_id: str, blocks: tuple[GroupBlocks, ...], kept: int, computed: int
+    ) -> tuple[GroupBlocks, ...]:
+        """Replace the blocks of states, of a context of `kept` tokens, by those that hold one of its own.
+
+        Args:
+            blocks: the blocks of each cache group that a continuation after `kept` tokens needs.
+            computed: number of tokens that the request's own blocks hold the state after.
+        """
+        found = list(blocks)
+        for index, group in enumerate(self._groups):
+            if not group.state:
+                continue
+            last = blocks[index] if kept == computed else GroupBlocks(group.count(kept), ())
+            block, tokens = self._pinned.get(request_id, {}).get(index, (NULL_BLOCK, 0))
+            column = tokens // group.tokens - 1
+            if 0 < tokens <= kept and (not last.ids or column == last.first - 1):
+                last = GroupBlocks(column, (block, *last.ids))
+            found[index] = last
+        return tuple(found)
+
+    def held(self, request_id: str) -> list[int]:
+        """Return the blocks that are kept for a request."""
+        return [block for block, _ in self._pinned.get(request_id, {}).values()]
+
+    def release(self, request_id: str) -> None:
+        """Give back what is kept for a request that has ended, or whose save has."""
+        self._most.pop(request_id, None)
+        for block, _ in self._pinned.pop(request_id, {}).values():
+            assert self._pins is not None
+            self._pins.unpin(block)
 
 
 class HeldBlocks:

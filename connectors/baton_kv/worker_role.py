@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
-from baton_kv.blocks import KVBlocks
+from baton_kv.blocks import CacheGroup, KVBlocks
 from baton_kv.contract import (
     Transfer,
     TransferError,
@@ -316,8 +316,9 @@ class WorkerRole:
             tokens=len(job.tokens),
             computed=job.computed,
             layers=self._blocks.shapes,
-            blocks=job.blocks[0].indexes.stop,
+            blocks=_context_blocks(self._blocks.groups, job),
             firsts=tuple(self._firsts(job)),
+            stops=_stops(job),
             parts=job.parts,
             images=job.images,
         )
@@ -381,7 +382,19 @@ class WorkerRole:
         """Return the first block of each cache group that a save writes."""
         shared = job.parts[-1].stop if job.parts else 0
         groups = zip(self._blocks.groups, job.blocks, strict=True)
-        return [shared if group.window is None else each.first for group, each in groups]
+        return [shared if group.keeps_all else each.first for group, each in groups]
+
+
+def _context_blocks(groups: Sequence[CacheGroup], job: SaveJob) -> int:
+    """Return the number of blocks of a context in the groups that keep all of them, or in the first group."""
+    whole = (each.indexes.stop for group, each in zip(groups, job.blocks, strict=True) if group.keeps_all)
+    return next(whole, job.blocks[0].indexes.stop)
+
+
+def _stops(job: SaveJob) -> tuple[int, ...]:
+    """Return the last block of each cache group that a save writes, plus one; none if it is the same one."""
+    stops = tuple(each.indexes.stop for each in job.blocks)
+    return stops if len(set(stops)) > 1 else ()
 
 
 def savers_for(cores: int, ranks: int = 1) -> int:

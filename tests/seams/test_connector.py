@@ -10,15 +10,18 @@ from typing import Any
 import pytest
 import torch
 from vllm import SamplingParams
-from vllm.config import VllmConfig
+from vllm.config import CacheConfig, VllmConfig
 from vllm.config.multimodal import MultiModalConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA, supports_hma
 from vllm.lora.request import LoRARequest
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
+from vllm.v1.core.single_type_kv_cache_manager import MambaManager, SlidingWindowManager
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVQuantMode,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
@@ -70,8 +73,10 @@ def test_windowed_layers_keep_groups_of_their_own() -> None:
 def test_the_first_block_of_a_window_is_the_first_that_vllm_keeps(tokens: int, window: int) -> None:
     kept: Any = SimpleNamespace(sliding_window=window, extra_retained_tokens=0)
     keeps = SlidingWindowManager.get_num_skipped_tokens(kept, tokens)
-    assert CacheGroup(window).first_block(tokens, 16) == keeps // 16
-    assert CacheGroup().first_block(tokens, 16) == 0
+    assert CacheGroup(window, 16).first_block(tokens) == keeps // 16
+    assert CacheGroup(None, 16).first_block(tokens) == 0
+    behind = MambaManager.get_num_skipped_tokens(kept, tokens)
+    assert CacheGroup(None, 16, state=True).first_block(tokens) == max(0, behind) // 16
 
 
 def test_a_prevented_save_makes_vllm_recompute_nothing() -> None:
@@ -112,6 +117,8 @@ def config(**changes: Any) -> Any:
         "images": None,
         "drafts": None,
         "second_runner": True,
+        "prefixes": False,
+        "replays": False,
     } | changes
     return SimpleNamespace(
         parallel_config=SimpleNamespace(
@@ -125,6 +132,9 @@ def config(**changes: Any) -> Any:
         model_config=SimpleNamespace(multimodal_config=plain["images"]),
         speculative_config=plain["drafts"],
         use_v2_model_runner=plain["second_runner"],
+        cache_config=SimpleNamespace(
+            enable_prefix_caching=plain["prefixes"], use_replayssm=plain["replays"], use_kda_recoverssm=False
+        ),
     )
 
 
@@ -136,7 +146,7 @@ def config(**changes: Any) -> Any:
         ({"pcp": 2}, 1, "context parallelism"),
         ({"nodes": 2}, 1, "one host"),
         ({"tp": 2, "images": MultiModalConfig()}, 1, "take no images"),
-        ({}, 0, "full attention"),
+        ({}, 0, "no KV cache"),
         ({"policy": "fail"}, 1, "recompute"),
     ],
 )
@@ -168,24 +178,78 @@ def test_what_cannot_be_exact_is_refused_at_the_start(
     differ = UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"model": full, "draft": other})
     one.kv_cache_groups = [SimpleNamespace(kv_cache_spec=differ)]
     with pytest.raises(ValueError, match="draft model with the KV heads"):
-        engine_facts.require_supported(config(), one)
+        engine_facts.require_supported(config(drafts=object()), one)
+    with pytest.raises(ValueError, match="set tensor_parallel_size to 1"):
+        engine_facts.require_supported(config(tp=2), one)
+    engine_facts.require_supported(config(), one)
     chunked = FullAttentionSpec(
         block_size=32, num_kv_heads=1, head_size=64, dtype=torch.float32, attention_chunk_size=64
     )
     one.kv_cache_groups = [SimpleNamespace(kv_cache_spec=chunked)]
-    with pytest.raises(ValueError, match="full attention"):
+    with pytest.raises(ValueError, match="chunked attention"):
         engine_facts.require_supported(config(), one)
     one.kv_cache_groups = [SimpleNamespace(kv_cache_spec=spec) for spec in (window, full, window)]
     engine_facts.require_supported(config(), one)
-    assert engine_facts.cache_groups(one) == (CacheGroup(64), CacheGroup(), CacheGroup(64))
+    groups = (CacheGroup(64, 32), CacheGroup(None, 32), CacheGroup(64, 32))
+    assert engine_facts.cache_groups(one) == groups
     for differs in (dataclasses.replace(window, block_size=64), dataclasses.replace(window, num_kv_heads=2)):
         one.kv_cache_groups = [SimpleNamespace(kv_cache_spec=spec) for spec in (differs, full)]
-        with pytest.raises(ValueError, match="different block sizes or KV heads"):
-            engine_facts.require_supported(config(), one)
+        engine_facts.require_supported(config(), one)
+        with pytest.raises(ValueError, match="set tensor_parallel_size to 1"):
+            engine_facts.require_supported(config(tp=2), one)
     retained = dataclasses.replace(window, extra_retained_tokens=4)
     one.kv_cache_groups = [SimpleNamespace(kv_cache_spec=retained)]
-    with pytest.raises(ValueError, match="full attention"):
+    with pytest.raises(ValueError, match="no run has proved it"):
         engine_facts.require_supported(config(), one)
+
+
+STATE = MambaSpec(
+    block_size=64,
+    shapes=((3, 160), (4, 32, 16)),
+    dtypes=(torch.float32, torch.float32),
+    mamba_type=MambaAttentionBackendEnum.GDN_ATTN,
+)
+
+
+@pytest.mark.fault("B24")
+@pytest.mark.parametrize(
+    ("changes", "state", "reason"),
+    [
+        ({}, {"mamba_type": MambaAttentionBackendEnum.MAMBA1}, "no run has proved them"),
+        ({}, {"mamba_type": MambaAttentionBackendEnum.LINEAR}, "no run has proved them"),
+        ({}, {"mamba_type": MambaAttentionBackendEnum.SHORT_CONV}, "CPU backend"),
+        ({}, {"num_speculative_blocks": 2}, "no run has proved them"),
+        (
+            {"prefixes": True},
+            {"mamba_type": MambaAttentionBackendEnum.MAMBA2},
+            "enable_prefix_caching = false",
+        ),
+        ({"tp": 2}, {}, "set tensor_parallel_size to 1"),
+        ({"drafts": object()}, {}, "speculative decoding"),
+        ({"replays": True}, {}, "use_replayssm"),
+    ],
+)
+def test_states_that_are_not_proved_are_refused_at_the_start(
+    changes: dict[str, Any], state: dict[str, Any], reason: str
+) -> None:
+    full = FullAttentionSpec(block_size=64, num_kv_heads=1, head_size=64, dtype=torch.float32)
+    specs = [full, dataclasses.replace(STATE, **state)]
+    cache: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs])
+    with pytest.raises(ValueError, match=reason):
+        engine_facts.require_supported(config(**changes), cache)
+    cache.kv_cache_groups[1].kv_cache_spec = STATE
+    engine_facts.require_supported(config(prefixes=True), cache)
+    assert engine_facts.cache_groups(cache) == (CacheGroup(None, 64), CacheGroup(None, 64, state=True))
+
+
+def test_vllm_still_says_of_states_what_is_asked() -> None:
+    """By these names: their kinds, the settings that change what a block holds, the offers of a step."""
+    assert {"MAMBA2", "GDN_ATTN", "SHORT_CONV"} <= set(MambaAttentionBackendEnum.__members__)
+    names = {field.name for field in dataclasses.fields(CacheConfig)}  # type: ignore[arg-type]  # decorated
+    assert {"enable_prefix_caching", "use_replayssm", "use_kda_recoverssm"} <= names
+    assert "boundary_state_offloads" in KVConnectorBlockState.__dataclass_fields__
+    assert "kv_connector_block_state" in SchedulerOutput.__dataclass_fields__
+    assert {"touch", "free_blocks"} <= set(dir(BlockPool))
 
 
 def test_plain_mla_is_tried_on_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -281,7 +281,7 @@ def test_how_many_heads_one_rank_holds_is_no_fact(configured: Configured) -> Non
     assert facts | {"specs": [one_rank_s]} == facts
 
 
-LAYOUT = WorkerLayout(("layer.0", "layer.1"), (LayerShape(4, 1024), LayerShape(4, 1024)))
+LAYOUT = WorkerLayout(("layer.0", "layer.1"), (LayerShape(4, 1024), LayerShape(4, 1024)), (1, 1))
 
 
 def made_connector(
@@ -316,10 +316,11 @@ def test_the_fingerprint_is_of_what_all_workers_hold(configured: Configured, tmp
         found.add(made._planning._fingerprint)
     assert len(found) == 1
     others = [
-        WorkerLayout(LAYOUT.names[::-1], LAYOUT.shapes),
-        WorkerLayout(LAYOUT.names, (LayerShape(2, 2048), LayerShape(4, 1024))),
-        WorkerLayout(LAYOUT.names[:1], LAYOUT.shapes[:1]),
-        WorkerLayout(LAYOUT.names, LAYOUT.shapes, backends=(("another.Backend",),)),
+        WorkerLayout(LAYOUT.names[::-1], LAYOUT.shapes, (1, 1)),
+        WorkerLayout(LAYOUT.names, LAYOUT.shapes, (1, 2)),
+        WorkerLayout(LAYOUT.names, (LayerShape(2, 2048), LayerShape(4, 1024)), (1, 1)),
+        WorkerLayout(LAYOUT.names[:1], LAYOUT.shapes[:1], (1,)),
+        WorkerLayout(LAYOUT.names, LAYOUT.shapes, (1, 1), (("another.Backend",),)),
     ]
     for other in others:
         made = made_connector(configured, tmp_path / "store")
@@ -333,7 +334,7 @@ def test_the_fingerprint_is_of_what_all_workers_hold(configured: Configured, tmp
     [
         {},
         {0: LAYOUT},
-        {0: LAYOUT, 1: WorkerLayout(LAYOUT.names, (LayerShape(4, 1024), LayerShape(4, 512)))},
+        {0: LAYOUT, 1: WorkerLayout(LAYOUT.names, (LayerShape(4, 1024), LayerShape(4, 512)), (1, 1))},
         {0: LAYOUT, 1: LAYOUT, 2: LAYOUT},
     ],
 )
