@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from baton_kv.format import LayerShape
+from baton_kv.joins.packing import Packings
 
 
 @dataclass(frozen=True)
@@ -121,8 +122,10 @@ class KVBlocks:
         count: number of blocks in the pool; None takes the first tensor's first dimension.
         shard: the heads that this rank holds; None for all heads, without tensor parallelism.
         group_of: index of each layer's cache group; None: all are in the first.
+        packings: how each layer packs keys and values in a slab; None: nobody else's slabs can be read.
 
     Attributes:
+        packing: name of the order of keys and values in this engine's slabs; empty: it has none.
         count: number of blocks in the pool.
         shapes: the shape of each layer in the whole model.
         groups: the model's cache groups.
@@ -138,8 +141,11 @@ class KVBlocks:
         shard: HeadShard | None = None,
         groups: tuple[CacheGroup, ...] = FULL_ATTENTION,
         group_of: Sequence[int] | None = None,
+        packings: Packings | None = None,
     ) -> None:
         self.groups = groups
+        self._packings = packings
+        self.packing = packings.name if packings is not None else ""
         self.count = layers[0].shape[0] if count is None else count
         self._layers = [_by_head(layer, self.count) for layer in layers]
         self._shards = [shard or HeadShard(0, layer.shape[0], layer.shape[0]) for layer in self._layers]
@@ -172,6 +178,15 @@ class KVBlocks:
     def rows_a_block(self) -> int:
         """Return the number of rows (kernel blocks) that one block of the pool is split into."""
         return int(self._layers[0].shape[2])
+
+    def reads(self, packing: str) -> bool:
+        """Return whether slabs that were packed so can be used here."""
+        return packing == self.packing or (self._packings is not None and self._packings.knows(packing))
+
+    def repack(self, layer: int, slabs: memoryview, packing: str) -> None:
+        """Bring slabs of a layer, which were packed so, into this engine's order."""
+        if packing != self.packing and self._packings is not None:
+            self._packings.repack(layer, slabs, packing)
 
     def heads(self, layer: int) -> range:
         """Return the heads of a layer that this rank holds."""
