@@ -328,7 +328,7 @@ def packings_of(config: VllmConfig, names: Sequence[str], rows_a_block: int) -> 
         if layer is None:
             found.append(None)
             continue
-        impl = getattr(layer, "impl", None)
+        impl: Any = getattr(layer, "impl", None)
         if type(impl) is not CPUAttentionBackendImpl or impl.is_fp8_kv_cache:
             return None
         try:

@@ -45,7 +45,7 @@ class Machine:
         layers += [torch.randint(0, 99, (8, 1, BLOCK, 8), dtype=torch.int16, generator=generator)]
         packings = Packings.of([packing(name, BLOCK // rows), None]) if name else None
         self.packings = packings
-        self.blocks = KVBlocks([each.view(torch.bfloat16) for each in layers], 8, packings=packings)
+        self.blocks = KVBlocks([each.view(torch.bfloat16) for each in layers], 8, order=packings)
         self.worker = WorkerRole(store, SECRET, self.blocks, verify=verify, resident=resident)
 
     def run(self, jobs: StepJobs) -> str | None:

@@ -23,7 +23,7 @@ from baton.http.elsewhere_body import prepare_forwarded
 from baton.http.request import Gateway, gateway_of, in_a_thread, off_the_loop, read_json, state_of
 from baton.http.request_images import take_images
 from baton.http.sse import ClientWatch, EventStream, event_stream
-from baton.relay.asked import HEADER, OPERATIONS, apply_header
+from baton.relay.asked import HEADER, HINTS, OPERATIONS, apply_header
 from baton.relay.door import complete_with_images
 
 CONSTRAINED = frozenset(
@@ -139,6 +139,8 @@ async def _respond(
     handed_over = operation in OPERATIONS
     header = request.headers.get(HEADER)
     automatic = handed_over and (header is None or apply_header(body, header))
+    if HINTS in body:
+        gateway.relay.hint(engine, body, context)
     if engine.forwarding is not None:
         await prepare_forwarded(request, engine, operation, body)
         await take_place(request, engine)

@@ -211,9 +211,11 @@ class SaveWish:
 
     Attributes:
         ttl_s: seconds that it should live; None: as long as the settings say.
+        cache_key: digest of its `prompt_cache_key`, by which its context is brought into memory later.
     """
 
     ttl_s: int | None = None
+    cache_key: str | None = None
 
 
 def save_wish(operation: Operation, body: Json) -> SaveWish | None:
@@ -221,9 +223,15 @@ def save_wish(operation: Operation, body: Json) -> SaveWish | None:
     if operation is Operation.MESSAGES:
         lives = [_life_of(marked["cache_control"]) for marked in _marked(body)]
         return SaveWish(max(lives)) if lives else None
-    if body.get("prompt_cache_key") or body.get("prompt_cache_retention") == "24h":
-        return SaveWish()
+    key = body.get("prompt_cache_key")
+    if key or body.get("prompt_cache_retention") == "24h":
+        return SaveWish(cache_key=key_digest(key) if isinstance(key, str) and key else None)
     return None
+
+
+def key_digest(key: str) -> str:
+    """Return the digest by which records hold a `prompt_cache_key`: keys may be long, or somebody's name."""
+    return hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def _life_of(control: Json) -> int:
@@ -319,10 +327,12 @@ class AutomaticHandoffs:
         transfer: TransferRequest,
         tokens: list[int],
         images: Sequence[ImageRef],
-        ttl_s: int | None,
+        wish: SaveWish,
     ) -> None:
         """Register a context that the engine saves as a handoff."""
-        record = self.handoffs.begin(engine, tenant, ttl_s=ttl_s, automatic=handoff_id)
+        record = self.handoffs.begin(
+            engine, tenant, ttl_s=wish.ttl_s, automatic=handoff_id, cache_key=wish.cache_key
+        )
         self.handoffs.end(record, transfer, tokens, Context(positions=images))
         self.rule.saved(tenant)
         self.metrics.automatic_saves.inc()
@@ -449,9 +459,9 @@ class AutomaticRequest:
         tokens = report.prompt_ids + report.output_ids
         if choice.save_id is None or not report.saves or len(tokens) - stored < transfer.least:
             return
-        ttl_s = self._wish.ttl_s if self._wish is not None else None
+        wish = self._wish or SaveWish()
         self._automatic.save(
-            self._engine, self._tenant, choice.save_id, transfer, tokens, choice.images, ttl_s
+            self._engine, self._tenant, choice.save_id, transfer, tokens, choice.images, wish
         )
 
 

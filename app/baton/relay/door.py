@@ -11,10 +11,11 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+from baton.admission.fair_queue import QueueLimits, watched_queue
 from baton.admission.tenants import Admission, Ticket
 from baton.config.settings import Settings
 from baton.engines.backend import Json, Operation, Reply
-from baton.engines.engine import LocalEngine
+from baton.engines.engine import Engine, LocalEngine
 from baton.engines.fleet import Fleet
 from baton.engines.transfers import TransferChooser, TransferRequest
 from baton.errors import HandoffNotFound, HandoffPending, InvalidRequest
@@ -23,10 +24,12 @@ from baton.library.handoff import Handoff, HandoffState
 from baton.library.library import Library
 from baton.relay.ahead import JoinsAhead
 from baton.relay.asked import (
+    HINTS_HEADER,
     VIA_ROSETTA,
     HandoffOptions,
     NewHandoff,
     SaveOptions,
+    take_hints,
     take_options,
     translates,
 )
@@ -40,6 +43,7 @@ from baton.relay.rosetta import Rosetta
 from baton.relay.same_store import SameStore
 from baton.relay.sources import Source, Sources, is_compatible, require_compatible
 from baton.relay.translate import Translations
+from baton.relay.warm import AT_ONCE, MOST_WAITING, Warming, warms_busy
 from baton.telemetry.ids import RequestContext
 from baton.telemetry.metrics import GatewayMetrics
 
@@ -60,6 +64,7 @@ class Relay:
         automatic: chooses handoffs for requests that name none.
         audits: computes some answers again.
         same_store: knows which gateways elsewhere use this one's store.
+        warming: brings KV into the engines' memory ahead.
     """
 
     settings: Settings
@@ -72,6 +77,7 @@ class Relay:
     automatic: AutomaticHandoffs
     audits: Audits
     same_store: SameStore
+    warming: Warming
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -171,6 +177,22 @@ class Relay:
             return [Source(record) for record in records]
         return await self.translations.sources(engine, context, records, where=where)
 
+    def hint(self, engine: Engine, body: Json, context: RequestContext) -> None:
+        """Take `kv_hints` out of a body and begin what they ask for; a header tells what is not done.
+
+        Raises:
+            InvalidRequest: the field is no envelope of hints.
+        """
+        hints = take_hints(body)
+        if hints is None:
+            return
+        if engine.forwarding is None and engine.supports_handoffs:
+            unused = self.warming.begin(hints, context.tenant)
+        else:
+            unused = [f"{each.action_type}@{each.action_version}" for each in hints.actions]
+        if unused:
+            context.answer_headers[HINTS_HEADER] = ", ".join(unused)
+
     def chooser(
         self, engine: LocalEngine, operation: Operation, body: Json, tenant: str
     ) -> TransferChooser | None:
@@ -259,6 +281,8 @@ def open_relay(
     translations = Translations(engines, library, plans, admission)
     modes = {engine.name: engine.auto or handoffs.auto for engine in settings.engines}
     rule = SaveRule(handoffs.auto_min_tokens)
+    waiting = QueueLimits(AT_ONCE, waiting=MOST_WAITING)
+    warms = watched_queue(waiting, warms_busy, metrics.queues, "handoff_warms")
     return Relay(
         settings,
         library,
@@ -270,6 +294,7 @@ def open_relay(
         AutomaticHandoffs(library, cost, metrics.handoffs, handoffs, modes, rule, audits),
         audits,
         SameStore(library),
+        Warming(library, lambda: fleet.here, handoffs, warms),
     )
 
 
