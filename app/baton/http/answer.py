@@ -155,10 +155,10 @@ async def _respond(
     await place()
     if operation is Operation.COMPLETIONS and images:
         reply = await complete_with_images(engine, body, context, images)
+    elif automatic and engine.supports_handoffs:
+        reply = await relay.call(engine, operation, body, context)
     else:
-        chooses = automatic and engine.supports_handoffs
-        chooser = relay.chooser(engine, operation, body, context.tenant) if chooses else None
-        reply = await engine.call(operation, body, context, chooser=chooser)
+        reply = await engine.call(operation, body, context)
     return await _response(request, gateway, reply, finish)
 
 

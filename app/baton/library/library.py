@@ -309,14 +309,13 @@ class Library:
     ) -> PrefixMatch | None:
         """Return the tenant's handoff with stored KV that shares most tokens with a prompt, if any does.
 
-        See `PrefixIndex.find`.
+        See `PrefixIndex.find`; `usable` is asked of expired ones too.
         """
-        return self.index.prefixes.find(
-            tenant,
-            weights,
-            prompt,
-            lambda record: self.index.find(record.id) is record and usable(record),
-        )
+        return self.index.prefixes.find(tenant, weights, prompt, usable)
+
+    def has_expired(self, record: Handoff) -> bool:
+        """Return whether a handoff that was found has expired, or is not there any more."""
+        return self.index.find(record.id) is not record
 
     def keyed(self, tenant: str, cache_key: str) -> list[Handoff]:
         """Return the automatic handoffs that a tenant's requests with a key left, the newest first."""

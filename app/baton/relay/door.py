@@ -17,7 +17,7 @@ from baton.config.settings import Settings
 from baton.engines.backend import Json, Operation, Reply
 from baton.engines.engine import Engine, LocalEngine
 from baton.engines.fleet import Fleet
-from baton.engines.transfers import TransferChooser, TransferRequest
+from baton.engines.transfers import TransferRequest
 from baton.errors import HandoffNotFound, HandoffPending, InvalidRequest
 from baton.images.image import ClientImage
 from baton.library.handoff import Handoff, HandoffState
@@ -39,6 +39,7 @@ from baton.relay.cost import LoadCost
 from baton.relay.move import require_movable
 from baton.relay.plan import Plans
 from baton.relay.prompt.chat import Writer
+from baton.relay.report import explained
 from baton.relay.rosetta import Rosetta
 from baton.relay.same_store import SameStore
 from baton.relay.sources import Source, Sources, is_compatible, require_compatible
@@ -193,11 +194,16 @@ class Relay:
         if unused:
             context.answer_headers[HINTS_HEADER] = ", ".join(unused)
 
-    def chooser(
-        self, engine: LocalEngine, operation: Operation, body: Json, tenant: str
-    ) -> TransferChooser | None:
-        """Make the chooser of a stored context for a request that names none; None: nothing is automatic."""
-        return self.automatic.request(engine, operation, body, tenant) if engine.supports_handoffs else None
+    async def call(
+        self, engine: LocalEngine, operation: Operation, body: Json, context: RequestContext
+    ) -> Reply:
+        """Call an engine for a request that names no handoff; the gateway may choose one for it.
+
+        The answer says why nothing of the prompt was stored, where that was looked for.
+        """
+        chooser = self.automatic.request(engine, operation, body, context.tenant)
+        reply = await engine.call(operation, body, context, chooser=chooser)
+        return reply if chooser is None else explained(reply, operation, lambda: chooser.diagnostics(context))
 
     async def create(
         self,

@@ -52,6 +52,7 @@ class FakeBehaviour:
         encode_seconds: seconds that a plugin's prompt takes; a prompt that is a float takes that many.
         encode_error: raised for every plugin's prompt.
         warm_seconds: seconds that KV takes into memory.
+        cached_tokens: tokens of each prompt that it says to have had in its own cache.
         forgets_answers: whether the chat template drops earlier answers, as those of reasoning models do.
         alternates: whether the chat template refuses two messages of one role in a row.
         slots: number of requests worked on at once, the others wait; 0: all.
@@ -71,6 +72,7 @@ class FakeBehaviour:
     encode_seconds: float = 0.0
     encode_error: BatonError | None = None
     warm_seconds: float = 0.0
+    cached_tokens: int = 0
     stalled_seconds: float = 0.0
     slots: int = 0
     parsed: Json | None = None
