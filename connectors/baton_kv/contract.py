@@ -151,12 +151,14 @@ class Warmed:
         bytes: bytes of it, on all ranks together.
         tokens: number of tokens, from the first, all of whose KV is there.
         whole: whether that is all of the entry.
+        memory: bytes of the memory for it, whatever is there; 0: nothing is kept.
         failure: why there is not more; None: there is no room for it, or all is there.
     """
 
     bytes: int = 0
     tokens: int = 0
     whole: bool = False
+    memory: int = 0
     failure: TransferFailure | None = None
 
     def message(self) -> dict[str, Any]:
@@ -174,6 +176,7 @@ class Warmed:
             sum(each["bytes"] for each in told),
             min(each["tokens"] for each in told),
             all(each["whole"] for each in told),
+            sum(each["memory"] for each in told),
             next(iter(failures), None),
         )
 

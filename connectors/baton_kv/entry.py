@@ -291,6 +291,9 @@ class Resident:
         self._uses = itertools.count(1)
         self._lock = threading.Lock()
 
+    def __len__(self) -> int:
+        return len(self._memory)
+
     def find(self, reader: Reader, key: str, name: Name) -> Kept | None:
         """Find what is kept of the entry that an open file says to be; it is used until `release`.
 

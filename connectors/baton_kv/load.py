@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy
@@ -109,6 +109,8 @@ class Loader:
         Raises:
             TransferError: the entry cannot be used; a corrupt one is quarantined.
         """
+        if not len(self._resident):
+            return Warmed()
         try:
             with self._store.open(key) as reader:
                 entry = Entry(reader, key, self._secret)
@@ -124,7 +126,7 @@ class Loader:
             with open_sources(self._store, self._secret, job, self._blocks, self._resident) as sources:
                 for source in sources:
                     self._bring(source)
-                return _warmed(sources, block_size)
+                return replace(_warmed(sources, block_size), memory=len(self._resident))
         except EntryIncompatible:
             raise
         except EntryInvalid as error:

@@ -33,7 +33,7 @@ from support.memory_store import BytesReader, MemoryStore
 
 from baton_kv import format as entry_format
 from baton_kv.blocks import GroupBlocks
-from baton_kv.contract import EXPENDABLE, Warmed, new_key
+from baton_kv.contract import EXPENDABLE, TransferFailure, Warmed, new_key
 from baton_kv.copies import private_memory
 from baton_kv.entry import Entry, Kept, Resident
 from baton_kv.format import PAGE_BYTES, EntryDescription, LayerShape, Part
@@ -212,7 +212,7 @@ def warmed(engine: Engine, key: str) -> Warmed:
 def test_what_was_brought_into_memory_is_loaded_from_there(relay: Relay) -> None:
     """The first load of an engine that has never seen the entry; asking again changes nothing."""
     for _ in range(2):
-        assert warmed(relay.loader, relay.key) == Warmed(SIZE, 49, whole=True)
+        assert warmed(relay.loader, relay.key) == Warmed(SIZE, 49, whole=True, memory=MIB)
     assert relay.loads() == SIZE
     assert len(relay.loader.worker._resident._kept) == 1
 
@@ -232,7 +232,7 @@ def continued(relay: Relay) -> str:
 def test_the_files_that_an_entry_shares_are_brought_too(relay: Relay) -> None:
     key = continued(relay)
     own = SIZE // 2
-    assert warmed(relay.loader, key) == Warmed(SIZE + own, 64, whole=True)
+    assert warmed(relay.loader, key) == Warmed(SIZE + own, 64, whole=True, memory=MIB)
     job = LoadJob("r", key, (GroupBlocks(0, LOADED),), 64, "one")
     assert relay.loader.run(StepJobs(loads=[job])) is None
     assert relay.loader.resident == SIZE
@@ -252,7 +252,10 @@ def test_a_changed_file_is_never_brought_into_memory(relay: Relay) -> None:
             assert relay.loads() == SIZE
             relay.loader.worker._resident.sweep(lambda *_: False)
             continue
-        assert (found.bytes, found.tokens, found.failure) in ((0, 0, "corrupt"), (0, 0, "incompatible"))
+        assert found in (
+            Warmed(failure=TransferFailure.CORRUPT),
+            Warmed(failure=TransferFailure.INCOMPATIBLE),
+        )
         assert relay.loader.worker._resident._kept == {}
     relay.path.write_bytes(relay.sound)
     assert warmed(relay.loader, relay.key).whole

@@ -22,7 +22,7 @@ from baton.relay.automatic import SaveWish, key_digest, save_wish
 from baton.relay.warm import AT_ONCE, MOST_CONTEXTS
 from baton_kv.contract import TransferFailure, Warmed
 
-ALL = Warmed(4096, 6, whole=True)
+ALL = Warmed(4096, 6, whole=True, memory=1 << 20)
 
 
 def engines() -> tuple[FakeEngine, ...]:
@@ -114,21 +114,15 @@ def test_what_is_not_there_says_why(relay: FakeGateway) -> None:
         assert warm(relay, found, {"model": "a"}).json()["data"] == [row("a", Warmed(), reason)]
         gone = failure in (TransferFailure.MISSING, TransferFailure.CORRUPT)
         assert record_of(relay, found).bytes == (0 if gone else 4096)
-    partly = Warmed(1024, 2)
+    partly = Warmed(1024, 2, memory=2048)
     assert warm(relay, stored(relay, partly), {"model": "a"}).json()["data"] == [row("a", partly, "no_room")]
+    nothing = stored(relay, Warmed())
+    assert warm(relay, nothing, {"model": "a"}).json()["data"] == [row("a", Warmed(), "off")]
     never = leave(relay)
     assert warm(relay, never, {"model": "a"}).json()["data"] == [row("a", Warmed(), "kv_gone")]
     found = stored(relay)
     relay.engine("same").state = EngineState.STARTING
     assert warm(relay, found).json()["data"] == [row("a"), row("same", Warmed(), "not_ready")]
-
-
-@pytest.mark.parametrize("setting", [{"resident": 0}, {"verify": False}])
-def test_without_memory_for_it_nothing_is_done(setting: dict[str, Any]) -> None:
-    with run_fake(FakeEngine("a", supports_handoffs=True), handoffs=setting) as gateway:
-        found = stored(gateway, at=("a",))
-        assert warm(gateway, found).json()["data"] == [row("a", Warmed(), "off")]
-        assert gateway.engine("a").warmed == []
 
 
 def refused(answer: httpx.Response) -> tuple[int, str]:

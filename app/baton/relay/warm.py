@@ -169,9 +169,7 @@ class Warming:
     async def _at(self, engine: LocalEngine, record: Handoff) -> WarmedHandoff:
         """Bring a record into one engine's memory."""
         reason, found = None, Warmed()
-        if not self.settings.resident or not self.settings.verify:
-            reason = "off"
-        elif engine.state is not EngineState.READY:
+        if engine.state is not EngineState.READY:
             reason = "not_ready"
         elif not record.bytes:
             reason = REASONS[TransferFailure.MISSING]
@@ -185,7 +183,7 @@ class Warming:
         if found.failure is not None:
             reason = REASONS.get(found.failure, "unsupported")
         if reason is None and not found.whole:
-            reason = "no_room"
+            reason = "no_room" if found.memory else "off"
         return WarmedHandoff(
             engine=engine.name, bytes=found.bytes, tokens=found.tokens, whole=found.whole, reason=reason
         )
