@@ -297,15 +297,15 @@ async def test_an_automatic_handoff_of_another_machine_is_fetched_for_the_next_r
         two.handoffs, LoadCost(), two.metrics.handoffs, HandoffSettings(), {}, SaveRule(64), audits_of(two)
     )
     prompt = [*range(256), 7, 8]
-    assert automatic.find(ENGINE, "local", prompt) is None
+    assert automatic.find(ENGINE, "local", prompt) == (None, "not_here")
     await two.quiet()
-    match = automatic.find(ENGINE, "local", prompt)
+    match, _ = automatic.find(ENGINE, "local", prompt)
     assert match is not None
     assert (match.record.id, match.tokens) == (left.id, 256)
-    assert automatic.find(ENGINE, "another", prompt) is None
+    assert automatic.find(ENGINE, "another", prompt) == (None, "no_candidate")
     two.store.delete(left.key)
     one.pool.files.drop([left.key])
-    assert automatic.find(ENGINE, "local", prompt) is None
+    assert automatic.find(ENGINE, "local", prompt) == (None, "not_here")
     await two.quiet()
     assert two.handoffs.index.known(left.id) is None  # it hides no other one
 
