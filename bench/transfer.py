@@ -4,8 +4,8 @@ The connector's worker role on a pool shaped as SmolLM2-135M's (30 layers, block
 without an engine around it; entries in shared memory. Copy, save and loads alternate; printed are medians.
 The first load is by an engine that has not seen the entry and proves it, the later one by the same engine,
 which has it in memory (`resident`); "no memory" is a load of an engine that keeps nothing and proves it;
-"not proved" one of an engine with `verify = false`; "other order" one that proves it, keeps nothing and brings
-it into the order of a machine with AMX.
+"not proved" one of an engine with `verify = false`; "other order" one that proves it, keeps nothing and
+brings it into the order of a machine with AMX.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""Prove that two versions of vLLM have the same KV: one saves, the other loads, token for token. Before a row of
-`connectors/baton_kv/versions.toml` is written, which both must name meanwhile.
+"""Prove that two versions of vLLM have the same KV: one saves, the other loads, token for token.
 
     python bench/versions.py --model MODEL --saves PYTHON --loads PYTHON
 
-Each is the interpreter of an environment with vLLM and this repository's packages. Contexts of many lengths, aligned to blocks
-and not, are saved by the first; the second answers after each of them once from the entry and once computed by itself, in
-float32: all tokens must be equal, and no log probability further away than rounding. The same once more the other way round.
+Each is the interpreter of an environment with vLLM and this repository's packages; a row of
+`connectors/baton_kv/versions.toml` must name both versions, and stays if they are the same. Contexts of many
+lengths, aligned to blocks and not, are saved by the first; the second answers after each of them once from
+the entry and once computed by itself, in float32: all tokens must be equal, and no log probability further
+away than rounding. Then the same the other way round.
 """
 
 from __future__ import annotations
@@ -63,9 +64,10 @@ def run(role: str, model: str, store: str, told: Path) -> None:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "ERROR",
     }
-    from baton_kv.contract import new_key, params_to_load, params_to_save
     from vllm import LLM, SamplingParams, __version__
     from vllm.inputs import TokensPrompt
+
+    from baton_kv.contract import new_key, params_to_load, params_to_save
 
     transfer = {
         "kv_connector": "BatonConnector",
@@ -123,7 +125,7 @@ def run(role: str, model: str, store: str, told: Path) -> None:
         furthest = max([furthest, *(abs(one - other) for one, other in zip(near, expected, strict=True))])
     exact = loaded == len(saved["rows"]) and not wrong and furthest <= ROUNDING_NATS
     print(
-        f"saved by {saved['version']}, loaded by {__version__}: {loaded} of {len(saved['rows'])} contexts loaded, "
+        f"saved by {saved['version']}, loaded by {__version__}: {loaded} of {len(saved['rows'])} contexts, "
         f"{wrong} wrong, furthest log probability {furthest:.1e}: {'the same' if exact else 'NOT the same'}"
     )
     if not exact:
