@@ -4,7 +4,8 @@ The connector's worker role on a pool shaped as SmolLM2-135M's (30 layers, block
 without an engine around it; entries in shared memory. Copy, save and loads alternate; printed are medians.
 The first load is by an engine that has not seen the entry and proves it, the later one by the same engine,
 which has it in memory (`resident`); "no memory" is a load of an engine that keeps nothing and proves it;
-"not proved" one of an engine with `verify = false`.
+"not proved" one of an engine with `verify = false`; "other order" one that proves it, keeps nothing and
+brings it into the order of a machine with AMX.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from servers import machine
 from baton_kv.blocks import GroupBlocks, KVBlocks
 from baton_kv.contract import new_key
 from baton_kv.folders import store_secret
+from baton_kv.joins.packing import AMX, PLAIN, Packings, SlabPacking
 from baton_kv.messages import LoadJob, SaveJob, StepJobs
 from baton_kv.stores.file import FileStore
 from baton_kv.worker_role import WorkerRole
@@ -37,10 +39,14 @@ Bytes = numpy.ndarray[tuple[int], numpy.dtype[numpy.uint8]]
 class Pool:
     """A KV pool and a worker over it, as one engine has them."""
 
-    def __init__(self, store: FileStore, blocks: int, *, verify: bool = True, resident: int = 0) -> None:
+    def __init__(
+        self, store: FileStore, blocks: int, *, verify: bool = True, resident: int = 0, order: str = PLAIN
+    ) -> None:
         pool = torch.zeros((blocks, LAYERS, HEADS, BLOCK, 2 * HEAD_SIZE), dtype=torch.bfloat16)
         pool.view(torch.int16).random_(0, 2**15)
-        layers = KVBlocks([pool[:, layer] for layer in range(LAYERS)])
+        packing = SlabPacking.known(order, BLOCK, HEAD_SIZE, pool.dtype)
+        packings = Packings.of([packing] * LAYERS)
+        layers = KVBlocks([pool[:, layer] for layer in range(LAYERS)], order=packings)
         self._worker = WorkerRole(store, store_secret(store.root), layers, verify=verify, resident=resident)
 
     def save(self, key: str, tokens: int) -> float:
@@ -80,6 +86,7 @@ def measure(folder: Path, tokens: int, rounds: int) -> dict[str, float]:
     resident = 2 * size + 1024**2
     saver, reader = (Pool(store, blocks, resident=resident) for _ in range(2))
     forgets, unproved = Pool(store, blocks), Pool(store, blocks, verify=False)
+    other = Pool(store, blocks, order=AMX)
     source, target = numpy.ones(size, numpy.uint8), numpy.zeros(size, numpy.uint8)
     work: dict[str, Callable[[str], float]] = {
         "copy": lambda key: copy(target, source),
@@ -88,6 +95,7 @@ def measure(folder: Path, tokens: int, rounds: int) -> dict[str, float]:
         "later load": lambda key: reader.load(key, tokens),
         "no memory": lambda key: forgets.load(key, tokens),
         "not proved": lambda key: unproved.load(key, tokens),
+        "other order": lambda key: other.load(key, tokens),
     }
     seen: dict[str, list[float]] = {name: [] for name in work}
     for _ in range(rounds + 1):
@@ -106,7 +114,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(f"`make bench-transfer ARGS='{' '.join(sys.argv[1:])}'`, {datetime.date.today()}, {machine()}\n")
-    names = ("copy", "save", "first load", "later load", "no memory", "not proved")
+    names = ("copy", "save", "first load", "later load", "no memory", "not proved", "other order")
     print(
         "| tokens | MiB | "
         + " | ".join(f"{name}, GiB/s | of copy" for name in names[1:])

@@ -13,6 +13,7 @@ import os
 import tomllib
 from collections.abc import Callable, Iterable
 from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, get_args
 
@@ -32,6 +33,7 @@ from baton.engines.fleet import Fleet
 from baton.engines.vllm.calls import Block
 from baton.engines.vllm.parsers import FORMS, TAGS
 from baton.models.parsers import CALLS, THOUGHTS, Family
+from baton.relay.report import MISSES
 from baton.server import create_app
 from baton.telemetry.metrics import GatewayMetrics, RemoteMetrics, TransferMetrics
 from baton_kv.families import Family as CacheFamily
@@ -274,6 +276,13 @@ def handoff_page() -> str:
         parts += [f"## {title}", schema_table(name, schemas[name])]
     source = [[f"`{field}`", sentence(said)] for field, said in NOTES["handoff_source"].items()]
     parts += ["## `handoff.source` of an answer", table(("field", "what it is"), source)]
+    said = NOTES["prompt_cache_diagnostics"]["text"]
+    misses = [[f"`{reason.value}`", text] for reason, text in MISSES.items()]
+    parts += ["## `prompt_cache_diagnostics` of an answer", said, table(("`reason`", "meaning"), misses)]
+    rows = tomllib.loads(files("baton_kv").joinpath("versions.toml").read_text(encoding="utf-8"))["same"]
+    said = NOTES["kv_versions"]["text"]
+    proved = [[", ".join(f"`{each}`" for each in row["versions"]), row["proof"]] for row in rows]
+    parts += ["## Versions of vLLM whose KV is the same", said, table(("versions", "what proves it"), proved)]
     return page("handoff", "The handoff object", *parts)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
@@ -91,6 +92,23 @@ class GroupBlocks:
         return GroupBlocks(start, self.ids[start - self.first : max(start, stop) - self.first])
 
 
+class SlabOrder(Protocol):
+    """The order of keys and values in an engine's slabs; `joins.packing.Packings` is one."""
+
+    @property
+    def name(self) -> str:
+        """Return its name."""
+        ...
+
+    def knows(self, name: str) -> bool:
+        """Return whether slabs in the order of this name can be read."""
+        ...
+
+    def repack(self, layer: int, slabs: memoryview, name: str) -> None:
+        """Bring slabs of a layer, which are in the order of this name, into the engine's own, in place."""
+        ...
+
+
 class LayoutRefused(Exception):
     """The KV tensors cannot be moved by heads and blocks."""
 
@@ -151,8 +169,10 @@ class KVBlocks:
         count: number of blocks in the pool; None takes the first tensor's first dimension.
         shard: the heads that this rank holds; None for all heads, without tensor parallelism.
         group_of: index of each layer's cache group; None: all are in the first.
+        order: the order of keys and values in its slabs; None: those of no other order can be read.
 
     Attributes:
+        packing: name of the order of keys and values in this engine's slabs; empty: it has none.
         count: number of blocks in the pool.
         shapes: the shape of each layer in the whole model.
         groups: the model's cache groups.
@@ -168,8 +188,11 @@ class KVBlocks:
         shard: HeadShard | None = None,
         groups: tuple[CacheGroup, ...] = FULL_ATTENTION,
         group_of: Sequence[int] | None = None,
+        order: SlabOrder | None = None,
     ) -> None:
         self.groups = groups
+        self._order = order
+        self.packing = order.name if order is not None else ""
         self.count = layers[0].shape[0] if count is None else count
         self._layers = [_by_head(layer, self.count) for layer in layers]
         self._shards = [shard or HeadShard(0, layer.shape[0], layer.shape[0]) for layer in self._layers]
@@ -202,6 +225,15 @@ class KVBlocks:
     def rows_a_block(self) -> tuple[int, ...]:
         """Return the number of rows (kernel blocks) that one block of the pool is split into, by layer."""
         return tuple(int(layer.shape[2]) for layer in self._layers)
+
+    def reads(self, packing: str) -> bool:
+        """Return whether slabs that were packed so can be used here."""
+        return packing == self.packing or (self._order is not None and self._order.knows(packing))
+
+    def repack(self, layer: int, slabs: memoryview, packing: str) -> None:
+        """Bring slabs of a layer, which were packed so, into this engine's order."""
+        if packing != self.packing and self._order is not None:
+            self._order.repack(layer, slabs, packing)
 
     def heads(self, layer: int) -> range:
         """Return the heads of a layer that this rank holds."""

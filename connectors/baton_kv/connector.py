@@ -34,6 +34,7 @@ from baton_kv.engine_facts import (
     facts_of,
     head_shard,
     layers_of,
+    packings_of,
     require_supported,
     without_adapter_exact,
 )
@@ -93,12 +94,14 @@ class WorkerLayout(KVConnectorHandshakeMetadata):
         rows_a_block: rows (kernel blocks) that one block of the pool is split into, by layer; on CPUs each
             packs its K and V by itself.
         backends: from `engine_facts.backends_of`.
+        packing_told: whether entries tell how they are packed, so that fingerprints need not.
     """
 
     names: tuple[str, ...]
     shapes: tuple[LayerShape, ...]
     rows_a_block: tuple[int, ...]
     backends: tuple[tuple[str, ...], ...] = ()
+    packing_told: bool = False
 
     def facts(self) -> list[tuple[str, int, int, int]]:
         """Return name, heads, bytes and rows a block of each layer, for the fingerprint."""
@@ -242,12 +245,18 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             seeds = memory.layers_like(first, self._block_size)
             layers |= {f"latent.{number}": seed for number, seed in enumerate(seeds)}
             group_of += [0] * len(seeds)
+        rows = {layer.shape[0] // config.num_blocks for layer in layers.values()}
+        # Of blocks that differ, the fingerprint tells how they are packed.
+        packings = packings_of(self._vllm_config, list(layers), max(1, *rows)) if len(rows) == 1 else None
         try:
-            blocks = KVBlocks(list(layers.values()), config.num_blocks, shard, self._groups, group_of)
+            blocks = KVBlocks(
+                list(layers.values()), config.num_blocks, shard, self._groups, group_of, packings
+            )
         except LayoutRefused as error:
             raise ValueError(f"baton_kv: this model's KV cannot be handed over: {error}") from None
         backends = backends_of(self._vllm_config, config)
-        self._layout = WorkerLayout(tuple(layers), blocks.shapes, blocks.rows_a_block, backends)
+        told = packings is not None
+        self._layout = WorkerLayout(tuple(layers), blocks.shapes, blocks.rows_a_block, backends, told)
         self._worker = WorkerRole(
             self._store,
             self._secret,
@@ -276,6 +285,12 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             return f"looking at its model failed ({type(error).__name__}); the engine's log says more"
         self._worker.enable_moves(mover, forward.run)
         return None
+
+    def warm(self, key: str) -> dict[str, Any] | None:
+        """Bring an entry into the worker's memory; see `WorkerRole.warm`."""
+        assert self._worker is not None
+        found = self._worker.warm(key, self._block_size)
+        return found.message() if found is not None else None
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self._layout
@@ -382,6 +397,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             )
         facts = facts_of(self._vllm_config, self._kv_cache_config, self._digests)
         facts |= {"layers": layout.facts(), "backends": layout.backends}
+        if layout.packing_told:
+            facts["packing"] = "told"
         self._scheduler = SchedulerRole(
             self._store,
             self._secret,

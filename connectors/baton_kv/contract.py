@@ -143,6 +143,44 @@ class TransferOutcome:
             raise ValueError(f"not a transfer's outcome: {error}") from None
 
 
+@dataclass(frozen=True)
+class Warmed:
+    """The KV of an entry that is in the worker's memory, proved, from a worker to the gateway.
+
+    Attributes:
+        bytes: bytes of it, on all ranks together.
+        tokens: number of tokens, from the first, all of whose KV is there.
+        whole: whether that is all of the entry.
+        memory: bytes of the memory for it, whatever is there; 0: nothing is kept.
+        failure: why there is not more; None: there is no room for it, or all is there.
+    """
+
+    bytes: int = 0
+    tokens: int = 0
+    whole: bool = False
+    memory: int = 0
+    failure: TransferFailure | None = None
+
+    def message(self) -> dict[str, Any]:
+        """Return it as a dict of plain values."""
+        return asdict(self) | {"failure": None if self.failure is None else self.failure.value}
+
+    @classmethod
+    def of_ranks(cls, messages: Sequence[Mapping[str, Any] | None]) -> Warmed | None:
+        """Combine what the ranks returned of `message`; None: one of them is still at work."""
+        told = [message for message in messages if message is not None]
+        if len(told) < len(messages):
+            return None
+        failures = [TransferFailure(each["failure"]) for each in told if each["failure"] is not None]
+        return cls(
+            sum(each["bytes"] for each in told),
+            min(each["tokens"] for each in told),
+            all(each["whole"] for each in told),
+            sum(each["memory"] for each in told),
+            next(iter(failures), None),
+        )
+
+
 class MovedPart(BaseModel):
     """Tokens of an entry whose KV is loaded to another place of the prompt.
 

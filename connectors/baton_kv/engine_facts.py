@@ -20,7 +20,8 @@ from vllm.v1.kv_cache_interface import (
 
 from baton_kv.blocks import CacheGroup, HeadShard, LayoutRefused
 from baton_kv.families import Family
-from baton_kv.fingerprint import KnownDigests, weights_digest
+from baton_kv.fingerprint import KnownDigests, kv_version, weights_digest
+from baton_kv.joins.packing import Packings, PackingUnknown, SlabPacking
 
 NOT_OF_A_SLAB = frozenset(
     ("num_kv_heads", "max_tp_shards", "dcp_sharded", "page_size_padded", "block_stride_alignment")
@@ -220,7 +221,7 @@ def facts_of(
     """
     model, groups = config.model_config, kv_cache_config.kv_cache_groups
     return {
-        "vllm": vllm.__version__,
+        "vllm": kv_version(vllm.__version__),
         "weights": weights_digest(model.model, model.revision, known),
         "draft": _draft_digest(config, known),
         "revision": model.revision,
@@ -343,3 +344,49 @@ def _packing(dtype: torch.dtype, specs: Sequence[Any], kv_dtype: str) -> str:
         for spec in specs
     ]
     return found[0] if len(set(found)) == 1 else " ".join(found)
+
+
+def packings_of(config: VllmConfig, names: Sequence[str], rows_a_block: int) -> Packings | None:
+    """Find how the layers pack keys and values, which each entry then tells; None: not as is known.
+
+    The backend's own function is asked. Machines with other instructions read such entries too.
+
+    Args:
+        names: the layers whose KV is moved; hidden states among them are the same everywhere.
+        rows_a_block: rows (kernel blocks) that one block of the pool is split into.
+    """
+    if not current_platform.is_cpu():
+        return None
+    from vllm import _custom_ops as ops
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, _get_attn_isa
+
+    tokens, kv_dtype = config.cache_config.block_size // rows_a_block, config.cache_config.cache_dtype
+    learned: dict[tuple[str, int, torch.dtype], SlabPacking] = {}
+
+    def packing(layer: Any) -> SlabPacking:
+        isa = str(_get_attn_isa(layer.dtype, tokens, layer.head_size, kv_dtype))
+        shape = (isa, layer.head_size, layer.dtype)
+
+        def write(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor) -> None:
+            key_cache, value_cache = cache.view(1, 1, 2 * tokens, -1).chunk(2, dim=2)
+            ops.cpu_attn_reshape_and_cache(keys, values, key_cache, value_cache, torch.arange(tokens), isa)
+
+        if shape not in learned:
+            learned[shape] = SlabPacking.learn(tokens, layer.head_size, layer.dtype, write)
+        return learned[shape]
+
+    layers = config.compilation_config.static_forward_context
+    found: list[SlabPacking | None] = []
+    for name in names:
+        layer = layers.get(name)
+        if layer is None:
+            found.append(None)
+            continue
+        impl: Any = getattr(layer, "impl", None)
+        if type(impl) is not CPUAttentionBackendImpl or impl.is_fp8_kv_cache:
+            return None
+        try:
+            found.append(packing(layer))
+        except PackingUnknown:
+            return None
+    return Packings.of(found)

@@ -201,6 +201,10 @@ class Entry:
             raise self._invalid(f"the file ends within layer {layer}")
 
 
+Name = tuple[str, int | None]
+"""A name of a file in the store: the key of an entry, and which file that it shares; None: its own."""
+
+
 class Kept:
     """Runs of one entry's own file, of the heads that a rank holds, in memory.
 
@@ -210,6 +214,7 @@ class Kept:
         told: what the entry says of itself; None: its file was not opened yet since it was saved.
         digest: its digest, hexadecimal; empty: nobody finds it yet.
         size: bytes of the entry's file.
+        names: under which the store had the file: keys, and which shared file of theirs it is.
         users: number of loads and saves that use it.
         used: when it was used last, by the count of all uses.
     """
@@ -221,6 +226,7 @@ class Kept:
         self.key = described.key
         self.told: Told | None = None
         self.digest, self.size = "", 0
+        self.names: set[Name] = set()
         self.users, self.used = 1, 0
         self._memory = memory
         self._described = described
@@ -232,6 +238,11 @@ class Kept:
     def scope(self) -> str:
         """Return the tenant's part of its key."""
         return self.key.partition("/")[0]
+
+    @property
+    def held(self) -> int:
+        """Return the bytes of the runs that are there."""
+        return sum(len(self.room(layer, index)) for layer, index in self._proved)
 
     @property
     def whole(self) -> bool:
@@ -265,7 +276,7 @@ class Resident:
 
     What must go goes as in a store: first of scopes above their fair share, then what nobody asked to save,
     then what was not used for longest. Nothing goes while it is used, and for what nobody asked to save only
-    such goes.
+    such goes. What the store has under no name any more goes too (`sweep`).
 
     Args:
         memory: the memory; of no bytes: nothing is kept.
@@ -280,10 +291,13 @@ class Resident:
         self._uses = itertools.count(1)
         self._lock = threading.Lock()
 
-    def find(self, reader: Reader, key: str) -> Kept | None:
+    def __len__(self) -> int:
+        return len(self._memory)
+
+    def find(self, reader: Reader, key: str, name: Name) -> Kept | None:
         """Find what is kept of the entry that an open file says to be; it is used until `release`.
 
-        What lacks a run has one user at a time, which may add it.
+        What lacks a run has one user at a time, which may add it. `name` is what the file was opened by.
         """
         if not self._kept or len(reader) < DIGEST_BYTES:
             return None
@@ -294,6 +308,7 @@ class Resident:
                 return None
             kept.users += 1
             kept.used = next(self._uses)
+            kept.names.add(name)
             return kept
 
     @contextmanager
@@ -313,15 +328,37 @@ class Resident:
         finally:
             self.release(kept)
 
-    def keep(self, kept: Kept, digest: str, size: int) -> None:
+    def keep(self, kept: Kept, digest: str, size: int, name: Name) -> None:
         """Have an entry found from now on, in the place of others under its key."""
         with self._lock:
             if digest in self._kept:
                 return
+            kept.names.add(name)
             for each in [each for each in self._kept.values() if each.key == kept.key and not each.users]:
                 self._drop(each)
             kept.digest, kept.size, kept.used = digest, size, next(self._uses)
             self._kept[digest] = kept
+
+    def share(self, digest: str, name: Name) -> None:
+        """Note another name of a file, of an entry that shares it."""
+        with self._lock:
+            if (kept := self._kept.get(digest)) is not None:
+                kept.names.add(name)
+
+    def sweep(self, exists: Callable[[str, int | None], bool]) -> None:
+        """Drop what the store has under no name any more: it was deleted, has expired, or was evicted there.
+
+        Args:
+            exists: see `Store.exists`.
+        """
+        with self._lock:
+            named = [(kept, tuple(kept.names)) for kept in self._kept.values()]
+        for kept, names in named:
+            gone = {name for name in names if not exists(*name)}
+            with self._lock:
+                kept.names -= gone
+                if not kept.names and not kept.users and self._kept.get(kept.digest) is kept:
+                    self._drop(kept)
 
     def release(self, kept: Kept) -> None:
         """Use an entry no longer."""

@@ -1,4 +1,4 @@
-"""Extend vLLM's worker by a method that passes the engine's model to the connector, as vLLM does not.
+"""Extend vLLM's worker by methods through which the gateway reaches the connector, as vLLM has none.
 
 Set `worker_extension_cls` to `baton_kv.extension.BatonWorker`, and call `baton_enable_moves` by
 `collective_rpc` when the engine has started.
@@ -11,6 +11,7 @@ from typing import Any
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from baton_kv.connector import BatonConnector
+from baton_kv.stores.tree import KEY
 
 
 class BatonWorker:
@@ -24,3 +25,14 @@ class BatonWorker:
         if not isinstance(connector, BatonConnector):
             return "the engine has another KV connector"
         return connector.enable_moves(self.model_runner.get_model())
+
+    def baton_warm(self, key: str) -> dict[str, Any] | None:
+        """Bring an entry into the worker's memory, in the background; a `Warmed`, None: it is still at work.
+
+        Raises:
+            ValueError: the engine has another KV connector, or the key is none.
+        """
+        connector = get_kv_transfer_group()
+        if not isinstance(connector, BatonConnector) or KEY.fullmatch(key) is None:
+            raise ValueError("baton_kv: the engine has another KV connector, or the key is none")
+        return connector.warm(key)

@@ -7,7 +7,9 @@ import json
 import os
 import secrets
 import time
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,18 @@ def fingerprint(facts: Mapping[str, Any]) -> str:
     """Return the BLAKE3 digest, hexadecimal, of all facts that decide what the bytes of a block mean."""
     canonical = json.dumps({"format": FORMAT} | dict(facts), sort_keys=True, default=str)
     return blake3(canonical.encode()).hexdigest()
+
+
+def kv_version(version: str) -> str:
+    """Return the oldest version of vLLM whose KV is proved to be that of a version: its own, if none is.
+
+    `versions.toml` has the proofs; a version that it does not name has KV of its own.
+    """
+    text = files("baton_kv").joinpath("versions.toml").read_text(encoding="utf-8")
+    for row in tomllib.loads(text)["same"]:
+        if version in row["versions"]:
+            return str(row["versions"][0])
+    return version
 
 
 def moved_fingerprint(fingerprint: str) -> str:

@@ -62,6 +62,7 @@ PAGE_BYTES = 4096
 LENGTH = struct.Struct("<Q")
 MAX_HEADER_BYTES = 1024 * 1024
 MAX_IDENTIFIER = 256
+MAX_NAME = 64
 MAX_LAYERS = 4096
 MAX_NUMBER = 2**40
 MAX_TOKENS = 2**24
@@ -157,6 +158,8 @@ class EntryDescription:
         firsts: for each cache group, the index in the context of the first block that the entry itself holds.
         parts: the entries that hold its first blocks, in order, in groups without a window.
         images: the images of the context, in order.
+        packing: name of the order of keys and values in a slab, see `joins.packing`; empty: it has no other
+            name than the fingerprint's.
         format: name and version of the format.
         stops: for each cache group, the index of the block after the last one that the entry holds; empty
             where it is `blocks` for all, as it is where all blocks have as many tokens. It is then not
@@ -172,6 +175,7 @@ class EntryDescription:
     firsts: tuple[int, ...] = (0,)
     parts: tuple[Part, ...] = ()
     images: tuple[ImageRef, ...] = ()
+    packing: str = ""
     format: str = FORMAT
     stops: tuple[int, ...] = ()
 
@@ -359,6 +363,8 @@ def _require_possible(described: EntryDescription) -> None:
         raise ValueError("impossible cache groups")
     if described.tokens > MAX_TOKENS or described.chunk_count > MAX_CHUNKS:
         raise ValueError("impossible number of tokens or chunks")
+    if type(described.packing) is not str or len(described.packing) > MAX_NAME:
+        raise ValueError("impossible packing")
     if described.computed > described.tokens:
         raise ValueError("impossible number of computed tokens")
     if not _in_order(described.images, described.tokens):

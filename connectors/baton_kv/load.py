@@ -6,15 +6,15 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy
 
 from baton_kv.blocks import GroupBlocks, KVBlocks
-from baton_kv.contract import TransferError, TransferFailure
+from baton_kv.contract import TransferError, TransferFailure, Warmed
 from baton_kv.copies import Copies, Fence, Staging
-from baton_kv.entry import Entry, Kept, Resident
+from baton_kv.entry import Entry, Kept, Name, Resident
 from baton_kv.format import EntryDescription, EntryIncompatible, EntryInvalid
 from baton_kv.joins.rotation import KeyMover, Turn
 from baton_kv.messages import Joined, LoadJob, Move
@@ -100,6 +100,49 @@ class Loader:
             self._store.quarantine(job.key, error.part)
             raise
 
+    def warm(self, key: str, block_size: int) -> Warmed:
+        """Bring all of an entry into memory, with the files that it shares, unless it is there.
+
+        Args:
+            block_size: tokens in a block.
+
+        Raises:
+            TransferError: the entry cannot be used; a corrupt one is quarantined.
+        """
+        if not len(self._resident):
+            return Warmed()
+        try:
+            with self._store.open(key) as reader:
+                entry = Entry(reader, key, self._secret)
+            described = entry.description
+            if len(described.firsts) != len(self._blocks.groups):
+                raise EntryIncompatible("the entry has other cache groups than this engine")
+            blocks = tuple(
+                GroupBlocks(first, tuple(range(described.blocks - first)))
+                for group, own in zip(self._blocks.groups, described.firsts, strict=True)
+                for first in (0 if group.window is None else own,)
+            )
+            job = LoadJob("", key, blocks, described.computed, described.fingerprint, entry.digest)
+            with open_sources(self._store, self._secret, job, self._blocks, self._resident) as sources:
+                for source in sources:
+                    self._bring(source)
+                return replace(_warmed(sources, block_size), memory=len(self._resident))
+        except EntryIncompatible:
+            raise
+        except EntryInvalid as error:
+            self._store.quarantine(key, error.part)
+            raise
+
+    def _bring(self, source: Source) -> None:
+        """Read and verify those runs of a source into memory that are not there."""
+        if source.kept is None:
+            return
+        for layer in range(len(self._blocks)):
+            for index in range(source.entry.description.runs(layer)):
+                if source.kept.run(layer, index) is None:
+                    read_run(source, self._blocks, layer, index, source.kept.room(layer, index))
+                    source.kept.added(layer, index)
+
     def _load_moved(self, fence: Fence, job: LoadJob, joined: Joined) -> None:
         if self.mover is None:
             raise EntryIncompatible("this engine does not move KV")
@@ -179,11 +222,13 @@ class Source:
 
     Attributes:
         kept: its runs that are in memory, or will be; None: there is no room for them.
+        name: what its file was opened by.
     """
 
     entry: Entry
     blocks: tuple[GroupBlocks, ...]
-    kept: Kept | None = None
+    kept: Kept | None
+    name: Name
 
 
 @contextmanager
@@ -201,7 +246,7 @@ def open_sources(
 
         def open_entry(key: str, part: int | None = None) -> tuple[Entry, Kept | None]:
             reader = opened.enter_context(store.open(job.key, part))
-            kept = resident.find(reader, key) if resident is not None else None
+            kept = resident.find(reader, key, (job.key, part)) if resident is not None else None
             if resident is None or kept is None:
                 return Entry(reader, key, secret, part), None
             opened.callback(resident.release, kept)
@@ -217,7 +262,7 @@ def open_sources(
             _require_held(entry, blocks, kv, part)
             if resident is not None and kept is None and _most(entry.description, blocks):
                 kept = opened.enter_context(resident.room(entry.description))
-            return Source(entry, blocks, kept)
+            return Source(entry, blocks, kept, (job.key, part))
 
         entry, kept = open_entry(job.key)
         entry.require(job.fingerprint)
@@ -246,7 +291,33 @@ def open_sources(
         for each in found:
             if resident is not None and each.kept is not None and not each.kept.digest:
                 each.kept.told = each.entry.told
-                resident.keep(each.kept, each.entry.digest, each.entry.told.layout.size)
+                resident.keep(each.kept, each.entry.digest, each.entry.told.layout.size, each.name)
+
+
+def read_run(source: Source, kv: KVBlocks, layer: int, index: int, data: memoryview) -> None:
+    """Read and verify this rank's heads of a run, and bring them into the order of this KV cache.
+
+    Raises:
+        EntryInvalid: a chunk does not match its tag, or the file is too short.
+    """
+    source.entry.run(layer, index, kv.heads(layer), data)
+    kv.repack(layer, data, source.entry.description.packing)
+
+
+def _warmed(sources: Sequence[Source], block_size: int) -> Warmed:
+    """Sum up what of an entry is in memory: bytes, and tokens from the first whose KV is all there."""
+    held = [source.kept is not None and source.kept.whole for source in sources]
+    whole, described = all(held), sources[-1].entry.description
+    reached = 0
+    for there, part in zip(held, described.parts, strict=False):
+        if not there:
+            break
+        reached = part.stop * block_size
+    return Warmed(
+        sum(source.kept.held for source in sources if source.kept is not None),
+        described.computed if whole else min(reached, described.computed),
+        whole,
+    )
 
 
 def _most(described: EntryDescription, blocks: tuple[GroupBlocks, ...]) -> bool:
@@ -264,6 +335,8 @@ def _require_held(entry: Entry, blocks: tuple[GroupBlocks, ...], kv: KVBlocks, p
     described = entry.description
     if described.layers != kv.shapes or len(described.firsts) != len(blocks):
         raise EntryInvalid("the entry's layers do not have the shape of this KV cache", part)
+    if not kv.reads(described.packing):
+        raise EntryIncompatible("the entry's keys and values are in an order that this engine cannot read")
     for group, each in enumerate(blocks):
         held = described.held(group)
         if each.ids and (each.first < held.start or each.indexes.stop > held.stop):
@@ -297,7 +370,9 @@ class LoadCopier:
             return 0
         size, first = described.layers[layer].run_blocks, described.first(layer)
         runs = range((blocks.first - first) // size, -(-(blocks.indexes.stop - first) // size))
-        if not self.verify and self.staging.rows(self.kv.pool(layer, self.kv.heads(layer)), ()) is not None:
+        alike = described.packing == self.kv.packing
+        pool = self.kv.pool(layer, self.kv.heads(layer))
+        if not self.verify and alike and self.staging.rows(pool, ()) is not None:
             self._read_rows(source.entry, layer, runs, blocks)
             return 0
         return sum(self._copy_run(source, layer, index, blocks) for index in runs)
@@ -314,9 +389,10 @@ class LoadCopier:
         if data is None:
             data = kept.room(layer, index) if kept is not None else self.staging.buffer(size)[:size]
             if self.verify:
-                entry.run(layer, index, heads, data)
+                read_run(source, self.kv, layer, index, data)
             else:
                 entry.read_slabs(layer, index, heads.start, run.start, [data])
+                self.kv.repack(layer, data, entry.description.packing)
             if kept is not None:
                 kept.added(layer, index)
         self.staging.scatter(self.kv.pool(layer, heads), wanted.ids, data, wanted.first - run.start)
@@ -385,7 +461,8 @@ class MoveCopier:
         described, packing, heads = source.entry.description, self.mover.packing, self.kv.heads(layer)
         run, tokens = described.run(layer, index), packing.tokens
         size = len(heads) * len(run) * described.layers[layer].slab_bytes
-        data = source.entry.run(layer, index, heads, self.staging.buffer(size)[:size])
+        data = self.staging.buffer(size)[:size]
+        read_run(source, self.kv, layer, index, data)
         wanted = source.blocks[0].within(run).indexes
         start = max(move.start, wanted.start * tokens)
         count = min(move.start + move.tokens, wanted.stop * tokens) - start

@@ -15,9 +15,9 @@ import os
 import queue
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
@@ -28,6 +28,7 @@ from baton_kv.contract import (
     TransferError,
     TransferFailure,
     TransferOutcome,
+    Warmed,
     failure_of,
 )
 from baton_kv.copies import Fence, Staging, copies_for
@@ -48,6 +49,10 @@ LOW_PRIORITY = 19
 """Niceness (`man 7 sched`) of the thread of automatic saves: beside a busy model it hardly has a core."""
 SPARE_WITHIN_S = 20.0
 """An automatic save is given up if it takes longer: requests may need the blocks that it holds."""
+MOST_WARMING = 64
+"""Most entries that are brought into memory, or whose outcome nobody has asked for yet."""
+SWEPT_EVERY_S = 5.0
+"""Seconds between two looks for KV in memory whose entries are gone."""
 ComputeGaps = Callable[[Sequence[Gap], Sequence[int]], None]
 """Computes gaps of a context whose blocks are given."""
 
@@ -139,6 +144,11 @@ class WorkerRole:
         self._saver = self._threads(savers, "save")
         self._spare_saver = self._threads(1, "spare", niceness=LOW_PRIORITY)
         self._placer = self._threads(1, "place")
+        self._warmer = self._threads(1, "warm", niceness=LOW_PRIORITY)
+        self._warming: OrderedDict[str, Future[Warmed]] = OrderedDict()
+        self._closed = threading.Event()
+        if memory:
+            threading.Thread(target=self._keep_swept, name="baton-kv-sweep", daemon=True).start()
         # Begun here, or its thread would have the priority of who needs it first.
         self._placer.submit(os.getpid).result()
         self._closing = False
@@ -157,6 +167,45 @@ class WorkerRole:
                 _lower_priority(niceness)
 
         return ThreadPoolExecutor(count, thread_name_prefix=f"baton-kv-{name}", initializer=begin)
+
+    def warm(self, key: str, block_size: int) -> Warmed | None:
+        """Bring an entry into memory, in the background; the first call after that returns what is there.
+
+        Loads go on beside it. None: it is still at work. Each call may begin it anew, which costs little
+        where all is there.
+
+        Args:
+            block_size: tokens in a block.
+        """
+        if (found := self._warming.get(key)) is None:
+            while len(self._warming) >= MOST_WARMING:  # nobody has asked for the oldest again
+                self._warming.popitem(last=False)[1].cancel()
+            try:
+                self._warming[key] = self._warmer.submit(self._warmed, key, block_size)
+            except RuntimeError as error:  # it is shut down
+                return Warmed(failure=failure_of(error))
+            return None
+        if not found.done():
+            return None
+        del self._warming[key]
+        return found.result()
+
+    def _warmed(self, key: str, block_size: int) -> Warmed:
+        try:
+            return self._loader.warm(key, block_size)
+        except TransferError as error:
+            return Warmed(failure=failure_of(error))
+        except Exception as error:  # the thread's last handler: whoever asks again is told
+            logger.exception("bringing %s into memory failed", key)
+            return Warmed(failure=failure_of(error))
+
+    def sweep(self) -> None:
+        """Drop KV from memory whose entries the store has no more."""
+        self._resident.sweep(self._store.exists)
+
+    def _keep_swept(self) -> None:
+        while not self._closed.wait(SWEPT_EVERY_S):
+            self.sweep()
 
     def start(self, jobs: StepJobs) -> None:
         """Begin the jobs of a step without waiting for them."""
@@ -246,7 +295,15 @@ class WorkerRole:
     def shutdown(self) -> None:
         """Wait for running jobs and cancel those that wait; automatic saves are given up."""
         self._closing = True
-        for pool in (self._load_thread, self._saver, self._spare_saver, self._placer, self._copiers):
+        self._closed.set()
+        for pool in (
+            self._load_thread,
+            self._saver,
+            self._spare_saver,
+            self._placer,
+            self._copiers,
+            self._warmer,
+        ):
             pool.shutdown(wait=True, cancel_futures=True)
 
     def _run(self, job: Job, work: Callable[[Job], int | None]) -> None:
@@ -321,6 +378,7 @@ class WorkerRole:
             stops=_stops(job),
             parts=job.parts,
             images=job.images,
+            packing=self._blocks.packing,
         )
         shared = SharedFiles(tuple(part.key for part in job.parts), job.source)
         with self._copies.staging(fence) as staging:
@@ -340,7 +398,9 @@ class WorkerRole:
                     job.key, whole(), size=described.kv_bytes, shared=shared, commit=how.commit
                 )
                 if kept is not None:
-                    self._resident.keep(kept, digest, size)
+                    self._resident.keep(kept, digest, size, (job.key, None))
+                for index, part in enumerate(job.parts):
+                    self._resident.share(part.digest, (job.key, index))
 
     def _write_share(
         self, job: SaveJob, described: EntryDescription, slabs: SlabReader, shared: SharedFiles

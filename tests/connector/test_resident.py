@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import time
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
@@ -32,12 +33,13 @@ from support.memory_store import BytesReader, MemoryStore
 
 from baton_kv import format as entry_format
 from baton_kv.blocks import GroupBlocks
-from baton_kv.contract import EXPENDABLE, new_key
+from baton_kv.contract import EXPENDABLE, TransferFailure, Warmed, new_key
 from baton_kv.copies import private_memory
-from baton_kv.entry import Kept, Resident
-from baton_kv.format import PAGE_BYTES, EntryDescription, LayerShape
-from baton_kv.messages import LoadJob, StepJobs
+from baton_kv.entry import Entry, Kept, Resident
+from baton_kv.format import PAGE_BYTES, EntryDescription, LayerShape, Part
+from baton_kv.messages import LoadJob, SaveJob, StepJobs
 from baton_kv.stores.file import FileStore
+from baton_kv.worker_role import MOST_WARMING
 
 SIZE = LAYERS * HEADS * len(SAVED) * SLAB_BYTES
 FLIPS = 600
@@ -198,6 +200,149 @@ def test_an_engine_that_does_not_verify_keeps_nothing(relay: Relay) -> None:
     assert engine.held(LOADED) == relay.saver.held(SAVED)
 
 
+def warmed(engine: Engine, key: str) -> Warmed:
+    """Ask until the engine says what is in memory."""
+    deadline = time.monotonic() + 30
+    while (found := engine.worker.warm(key, BLOCK)) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.0005)
+    return found
+
+
+def test_what_was_brought_into_memory_is_loaded_from_there(relay: Relay) -> None:
+    """The first load of an engine that has never seen the entry; asking again changes nothing."""
+    for _ in range(2):
+        assert warmed(relay.loader, relay.key) == Warmed(SIZE, 49, whole=True, memory=MIB)
+    assert relay.loads() == SIZE
+    assert len(relay.loader.worker._resident._kept) == 1
+
+
+def continued(relay: Relay) -> str:
+    """Save a context that goes on after the relay's, whose file it shares."""
+    key = new_key("acme")
+    parts = (Part(relay.key, Entry(BytesReader(relay.sound), relay.key, SECRET).digest, 2),)
+    tokens = (*TOKENS[:48], *range(48))
+    job = SaveJob(
+        "r", key, tokens, 64, (GroupBlocks(0, SAVED),), "one", "0" * 32, parts=parts, source=relay.key
+    )
+    assert relay.saver.run(StepJobs(saves=[job])) is None
+    return key
+
+
+def test_the_files_that_an_entry_shares_are_brought_too(relay: Relay) -> None:
+    key = continued(relay)
+    own = SIZE // 2
+    assert warmed(relay.loader, key) == Warmed(SIZE + own, 64, whole=True, memory=MIB)
+    job = LoadJob("r", key, (GroupBlocks(0, LOADED),), 64, "one")
+    assert relay.loader.run(StepJobs(loads=[job])) is None
+    assert relay.loader.resident == SIZE
+    assert relay.loader.held(LOADED) == relay.saver.held(SAVED)
+
+
+@pytest.mark.fault("B26")
+def test_a_changed_file_is_never_brought_into_memory(relay: Relay) -> None:
+    """Wherever a bit is changed: nothing is there, the file is put away, and nothing is loaded."""
+    chance = random.Random(7)
+    for bit in (3, 8 * len(relay.sound) - 1, *(chance.randrange(8 * len(relay.sound)) for _ in range(200))):
+        changed = bytearray(relay.sound)
+        changed[bit // 8] ^= 1 << bit % 8
+        relay.path.write_bytes(changed)
+        found = warmed(relay.loader, relay.key)
+        if found.whole:  # padding that nothing reads
+            assert relay.loads() == SIZE
+            relay.loader.worker._resident.sweep(lambda *_: False)
+            continue
+        assert found in (
+            Warmed(failure=TransferFailure.CORRUPT),
+            Warmed(failure=TransferFailure.INCOMPATIBLE),
+        )
+        assert relay.loader.worker._resident._kept == {}
+    relay.path.write_bytes(relay.sound)
+    assert warmed(relay.loader, relay.key).whole
+
+
+@pytest.mark.fault("B26")
+def test_what_is_gone_foreign_or_does_not_fit_is_told_and_drives_nothing_out(relay: Relay) -> None:
+    assert warmed(relay.loader, new_key("acme")).failure == "missing"
+    theirs = new_key("globex")
+    (relay.path.parents[1] / "globex").mkdir(mode=0o700)
+    (relay.path.parents[1] / f"{theirs}.kv").write_bytes(relay.sound)  # under another tenant's key
+    assert warmed(relay.loader, theirs).failure == "corrupt"
+    small = Engine(relay.store, seed=5, resident=SIZE)
+    assert warmed(small, relay.key).whole
+    larger = continued(relay)
+    assert warmed(small, larger).bytes <= SIZE
+    assert not warmed(small, larger).whole
+    off = Engine(relay.store, seed=6)
+    assert warmed(off, relay.key) == Warmed()
+
+
+@pytest.mark.fault("B26")
+def test_what_nobody_asks_for_again_does_not_grow(relay: Relay) -> None:
+    for _ in range(3 * MOST_WARMING):
+        assert relay.loader.worker.warm(new_key("acme"), BLOCK) is None
+    assert len(relay.loader.worker._warming) == MOST_WARMING
+
+
+@pytest.mark.fault("B27")
+def test_what_the_store_has_no_more_leaves_memory(relay: Relay) -> None:
+    """Deleted, expired, evicted or put away, by whomever; a file that another entry shares stays."""
+    key = continued(relay)
+    assert warmed(relay.loader, relay.key).whole
+    assert warmed(relay.loader, key).whole
+    kept = relay.loader.worker._resident._kept
+    relay.loader.worker.sweep()
+    assert len(kept) == 2
+    assert relay.store.delete(relay.key)
+    relay.loader.worker.sweep()
+    assert len(kept) == 2, "the other entry needs it"
+    job = LoadJob("r", key, (GroupBlocks(0, LOADED),), 64, "one")
+    assert relay.loader.run(StepJobs(loads=[job])) is None
+    assert relay.loader.resident == SIZE
+    assert relay.store.delete(key)
+    relay.loader.worker.sweep()
+    assert kept == {}
+
+
+@pytest.mark.fault("B27")
+def test_what_a_saved_context_shares_stays_in_memory_though_its_own_entry_goes(relay: Relay) -> None:
+    """An agent's turns: each shares the files of the one before, which is deleted before anything is loaded."""
+    saver = relay.saver = Engine(relay.store, seed=3, resident=MIB)
+    assert saver.save(relay.key) is None
+    relay.sound = relay.path.read_bytes()
+    key = continued(relay)
+    assert relay.store.delete(relay.key)
+    saver.worker.sweep()
+    job = LoadJob("r", key, (GroupBlocks(0, LOADED),), 64, "one")
+    assert saver.run(StepJobs(loads=[job])) is None
+    assert saver.resident == SIZE
+
+
+@pytest.mark.fault("B27")
+def test_nothing_leaves_memory_while_it_is_used(relay: Relay) -> None:
+    assert warmed(relay.loader, relay.key).whole
+    resident = relay.loader.worker._resident
+    (kept,) = resident._kept.values()
+    kept.users += 1
+    resident.sweep(lambda *_: False)
+    assert list(resident._kept.values()) == [kept]
+    resident.release(kept)
+    resident.sweep(lambda *_: False)
+    assert resident._kept == {}
+
+
+def test_memory_is_looked_through_by_itself(relay: Relay, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("baton_kv.worker_role.SWEPT_EVERY_S", 0.001)
+    engine = Engine(relay.store, seed=8, resident=MIB)
+    assert warmed(engine, relay.key).whole
+    assert relay.store.delete(relay.key)
+    deadline = time.monotonic() + 30
+    while engine.worker._resident._kept:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    engine.worker.shutdown()
+
+
 def test_every_rank_keeps_its_heads() -> None:
     store = MemoryStore()
     writer, reader = RankedEngine(store, 4, 2, resident=MIB), RankedEngine(store, 4, 2, seed=1, resident=MIB)
@@ -252,12 +397,12 @@ class Tier:
                 return None
             kept.room(0, 0)[:] = self._bytes(digest, size)
             kept.added(0, 0)
-            self.resident.keep(kept, digest, size + 32)
+            self.resident.keep(kept, digest, size + 32, (key, None))
         return key, BytesReader(bytes(size) + bytes.fromhex(digest))
 
     def find(self, key: str, reader: BytesReader) -> Kept | None:
         """Find an entry, whose bytes must be its own."""
-        kept = self.resident.find(reader, key)
+        kept = self.resident.find(reader, key, (key, None))
         if kept is not None:
             assert bytes(kept.run(0, 0) or b"") == self._bytes(kept.digest, len(reader) - 32)
         return kept

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -88,3 +89,25 @@ def test_what_writes_past_the_count_is_noticed_after_a_while(
     monkeypatch.setattr(room, "LIST_EVERY_S", -1.0)
     store.put(new_key("acme"), [b"x" * 1000], size=1000)
     assert store.size() <= 10_000
+
+
+@pytest.mark.fault("B30")
+def test_what_is_being_written_counts(tmp_path: Path) -> None:
+    """Two saves at once into a store near its budget: what the other one has written leaves no room for old ones."""
+    store, sizes = FileStore(tmp_path / "store", budget=1000), list[int]()
+    old, first, second = [new_key("acme") for _ in range(2)], new_key("acme"), new_key("acme")
+    for key in old:
+        store.put(key, [b"x" * 300], size=300)
+
+    def parts() -> Iterator[bytes]:
+        yield b"y" * 300
+        store.put(second, [b"z" * 300], size=300)
+        sizes.append(store.size())
+        yield b""
+
+    store.put(first, parts(), size=300)
+    assert sizes == [900]
+    assert (store.size(), [store.exists(key) for key in (*old, first, second)]) == (
+        900,
+        [False, True, True, True],
+    )

@@ -55,6 +55,39 @@ def test_b_answers_as_if_it_had_read_everything_itself(
         assert cached(relayed) >= (len(context) - 1 if model == "reader" else 32 * (len(context) // 32))
 
 
+def resident_bytes(gateway: RealGateway) -> float:
+    """Bytes that the writer has loaded from its memory."""
+    with gateway.client() as client:
+        lines = client.get("/metrics").text.splitlines()
+    name = 'baton_handoff_resident_bytes_total{engine="writer"}'
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+
+@pytest.mark.fault("B26")
+def test_kv_is_brought_into_memory_while_a_tool_runs(gateway: RealGateway) -> None:
+    """The first load of an engine that has never had the entry comes from its memory, all of it, and is exact."""
+    left = once_saved(gateway, told(ask(gateway, "reader", f"One tool. {DOCUMENT}", handoff={"save": True})))
+    with gateway.client() as client:
+        path = f"/v1/handoffs/{left['id']}/warm"
+        for _ in range(2):
+            answer = client.post(path)
+            assert answer.status_code == 200, answer.text
+            data = {row["engine"]: row for row in answer.json()["data"]}
+            assert data["reader"] | {"reason": "off"} == data["reader"], "it has no memory for it"
+            warm = data["writer"]
+            assert (warm["whole"], warm["reason"], warm["tokens"]) == (True, None, left["tokens"] - 1)
+            assert warm["bytes"] <= left["bytes"]
+        before = resident_bytes(gateway)
+        relayed = ask(gateway, "writer", QUESTIONS[0], handoff={"from": left["id"]})
+        assert told(relayed)["source"]["outcome"] == "loaded"
+        assert relayed.model_extra is not None
+        assert relayed.model_extra["prompt_cache_diagnostics"] == {"type": "cache_hit"}
+        assert resident_bytes(gateway) - before >= warm["bytes"] * 0.9
+        assert ids(relayed)[1] == ids(ask(gateway, "reader", ids(relayed)[0]))[1]
+        assert client.delete(f"/v1/handoffs/{left['id']}").status_code == 204
+        assert client.post(path).status_code == 404
+
+
 def test_the_sdk_streams_and_gets_the_handoff_at_the_end(
     gateway: RealGateway, read: tuple[dict[str, Any], list[int]]
 ) -> None:

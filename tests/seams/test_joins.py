@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy
 import pytest
 import torch
+import vllm
 from vllm import _custom_ops as ops
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.forward_context import set_forward_context
@@ -20,7 +24,7 @@ from vllm.v1.worker.worker_base import WorkerBase
 
 from baton_kv.extension import BatonWorker
 from baton_kv.joins import supported
-from baton_kv.joins.packing import PackingUnknown, SlabPacking
+from baton_kv.joins.packing import AMX, PLAIN, Packings, PackingUnknown, SlabPacking
 from baton_kv.joins.rotation import Rotation
 from baton_kv.joins.supported import MovesUnsupported
 
@@ -48,6 +52,58 @@ def in_words(cache: torch.Tensor) -> Any:
     words = cache.view(torch.int16).numpy() if cache.element_size() == 2 else cache.numpy()
     kind = {torch.bfloat16: "u2", torch.float16: "f2", torch.float32: "f4"}[cache.dtype]
     return words.view(kind).reshape(*cache.shape[:2], -1)
+
+
+BY_AMX = """
+import sys, torch
+torch.ops.load_library(sys.argv[1])
+for dtype in (torch.bfloat16, torch.float16):
+    for tokens, size in ((32, 32), (32, 64), (128, 64), (64, 96), (128, 128), (32, 256)):
+        torch.manual_seed(tokens + size)
+        keys, values = torch.randn(2, 2 * tokens, 3, size).to(dtype)
+        for isa in ("vec", "amx"):
+            cache = torch.zeros(2, 3, tokens, 2 * size, dtype=dtype)
+            halves = cache.view(2, 3, 2 * tokens, -1).chunk(2, dim=2)
+            slots = torch.arange(2 * tokens)
+            write = torch.ops._C.cpu_attn_reshape_and_cache
+            write(keys, values, *halves, slots, isa, 1.0, 1.0, "auto")
+            sys.stdout.buffer.write(cache.view(torch.uint8).numpy().tobytes())
+"""
+"""Writes what vLLM's library for machines with AMX packs: it can on every one with AVX-512."""
+
+
+@pytest.mark.fault("B28")
+def test_what_a_machine_with_amx_packs_is_brought_into_this_one_s_order_and_back() -> None:
+    """Proved against the backend's own function, byte by byte, for six shapes of blocks in two dtypes."""
+    library = Path(vllm.__file__).parent / "_C.abi3.so"
+    command = [sys.executable, "-c", BY_AMX, str(library)]
+    ran = subprocess.run(command, capture_output=True, timeout=120)
+    if ran.returncode < 0:
+        pytest.skip("this processor cannot run vLLM's library for AMX, even where it needs none")
+    assert ran.returncode == 0, ran.stderr.decode()
+    written, compared = memoryview(ran.stdout), 0
+    for dtype in (torch.bfloat16, torch.float16):
+        for tokens, size in ((32, 32), (32, 64), (128, 64), (64, 96), (128, 128), (32, 256)):
+            length = 2 * 3 * tokens * 2 * size * 2
+            plain, amx, written = written[:length], written[length : 2 * length], written[2 * length :]
+            for name, given, wanted in ((PLAIN, amx, plain), (AMX, plain, amx)):
+                own = SlabPacking.known(name, tokens, size, dtype)
+                packings = Packings.of([own])
+                assert packings is not None
+                slabs = memoryview(bytearray(given))
+                packings.repack(0, slabs, AMX if name == PLAIN else PLAIN)
+                assert slabs == wanted, (name, dtype, tokens, size)
+                compared += length
+    assert not len(written)
+    print(f"\nB28: {compared} bytes compared, 0 wrong")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("isa", ["vec", "vec16"])
+def test_this_machine_s_packing_is_one_that_is_known(dtype: torch.dtype, isa: str) -> None:
+    found = supported._learn(SimpleNamespace(head_size=SIZE, dtype=dtype, isa=isa), BLOCK)
+    assert found.name == PLAIN
+    assert learned(dtype).name in (PLAIN, AMX)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -211,6 +267,6 @@ def test_the_metadata_and_the_context_have_the_fields_that_are_set() -> None:
 def test_vllm_can_add_our_methods_to_its_worker() -> None:
     """It refuses an extension whose methods it has itself."""
     ours = [name for name in dir(BatonWorker) if not name.startswith("__")]
-    assert ours == ["baton_enable_moves"]
+    assert ours == ["baton_enable_moves", "baton_warm"]
     assert not any(hasattr(WorkerBase, name) for name in ours)
     assert callable(GPUModelRunner.get_model)

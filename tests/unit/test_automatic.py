@@ -81,7 +81,7 @@ class Gateway:
         return transfer
 
     async def finds(self, prompt: list[int], tenant: str = "local") -> int:
-        match = self.automatic.find(ENGINE, tenant, prompt)
+        match, _ = self.automatic.find(ENGINE, tenant, prompt)
         return match.tokens if match is not None else 0
 
 

@@ -16,7 +16,9 @@ from support.shared_index import index_errors
 from support.shared_stores import BINARIES, ENGINE, Machine, StoreServer, machine, servers, store_server
 from support.tcp_proxy import tcp_proxy
 
+from baton.admission.fair_queue import FairQueue, QueueLimits
 from baton.config.groups import HandoffSettings
+from baton.engines.backend import EngineState
 from baton.engines.fake.engine import FakeEngine
 from baton.engines.transfers import TransferReport, TransferRequest
 from baton.errors import (
@@ -38,6 +40,8 @@ from baton.relay.audit import Audits
 from baton.relay.automatic import AutomaticHandoffs, SaveRule
 from baton.relay.cost import LoadCost
 from baton.relay.sources import Sources
+from baton.relay.warm import Warming, warms_busy
+from baton_kv.contract import Warmed
 from baton_kv.stores.base import StoreError
 
 
@@ -297,17 +301,72 @@ async def test_an_automatic_handoff_of_another_machine_is_fetched_for_the_next_r
         two.handoffs, LoadCost(), two.metrics.handoffs, HandoffSettings(), {}, SaveRule(64), audits_of(two)
     )
     prompt = [*range(256), 7, 8]
-    assert automatic.find(ENGINE, "local", prompt) is None
+    assert automatic.find(ENGINE, "local", prompt) == (None, "not_here")
     await two.quiet()
-    match = automatic.find(ENGINE, "local", prompt)
+    match, _ = automatic.find(ENGINE, "local", prompt)
     assert match is not None
     assert (match.record.id, match.tokens) == (left.id, 256)
-    assert automatic.find(ENGINE, "another", prompt) is None
+    assert automatic.find(ENGINE, "another", prompt) == (None, "no_candidate")
     two.store.delete(left.key)
     one.pool.files.drop([left.key])
-    assert automatic.find(ENGINE, "local", prompt) is None
+    assert automatic.find(ENGINE, "local", prompt) == (None, "not_here")
     await two.quiet()
     assert two.handoffs.index.known(left.id) is None  # it hides no other one
+
+
+class Remembers(FakeEngine):
+    """An engine that brings into memory what is in its machine's store."""
+
+    here: Machine
+
+    async def warm(self, key: str) -> Warmed:
+        size = self.here.store.bytes_of(key)
+        return Warmed(size, size, whole=bool(size), memory=1 << 30) if size else await super().warm(key)
+
+
+def warming(machine: Machine) -> tuple[Warming, Remembers]:
+    engine = Remembers("e", supports_handoffs=True, weights=ENGINE.weights, state=EngineState.READY)
+    engine.here = machine
+    places = FairQueue(QueueLimits(2, waiting=8), warms_busy)
+    return Warming(machine.handoffs, lambda: [engine], HandoffSettings(), places), engine
+
+
+@pytest.mark.fault("C26")
+async def test_kv_of_another_machine_is_fetched_before_it_is_brought_into_memory(
+    server: StoreServer, tmp_path: Path
+) -> None:
+    """Also where a request would compute, because that is faster."""
+    one, two = machine(tmp_path / "one", server.url), machine(tmp_path / "two", server.url)
+    left = await one.leave(blocks=600)
+    bringing, engine = warming(two)
+    found = await two.handoffs.get(left.id, "local")
+    two.handoffs.fetches._rates[two.handoffs.holdings.tier.source_of(found)] = 1.0
+    engine.throughput.prefilled(1000, 0.001)
+    assert not await two.handoffs.fetches.fetch_here(found, engine), "a request computes"
+    told = await bringing.handoff(left.id, "local", None)
+    assert (told.state, [(row.engine, row.whole, row.reason) for row in told.data]) == (
+        "done",
+        [("e", True, None)],
+    )
+    assert told.data[0].bytes == len(one.read(left.key))
+    with pytest.raises(HandoffNotFound):
+        await bringing.handoff(left.id, "another", None)
+    await one.handoffs.delete(await one.handoffs.get(left.id, "local"))
+    with pytest.raises(HandoffNotFound):
+        await bringing.handoff(left.id, "local", None)
+
+
+@pytest.mark.fault("C26")
+async def test_where_it_cannot_be_fetched_the_answer_says_so(server: StoreServer, tmp_path: Path) -> None:
+    one, two = machine(tmp_path / "one", server.url), machine(tmp_path / "two", server.url)
+    left = await one.leave(blocks=16)
+    bringing, engine = warming(two)
+    found = await two.handoffs.get(left.id, "local")
+    one.pool.files.drop([left.key])
+    told = await bringing.handoff(found.id, "local", None)
+    assert [(row.bytes, row.whole, row.reason) for row in told.data] == [(0, False, "kv_gone")]
+    assert not engine.warmed or engine.warmed == [left.key]
+    await two.quiet()
 
 
 async def test_a_fetched_automatic_handoff_still_gives_way_to_others(

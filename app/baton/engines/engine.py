@@ -13,6 +13,7 @@ from baton.engines.backend import Backend, Elsewhere, EngineState, Json, Operati
 from baton.engines.transfers import Throughput, TransferChooser, TransferRequest
 from baton.images.image import ClientImage, PlacedImage
 from baton.telemetry.ids import RequestContext
+from baton_kv.contract import Warmed
 
 LOOK_EVERY_S = 0.05
 """Seconds between two looks: an agent's next request comes at once, so one idle moment is not enough."""
@@ -65,6 +66,19 @@ class LocalEngine(Backend, Protocol):
 
         Raises:
             EngineUnavailable: the engine is not running.
+        """
+        ...
+
+    async def warm(self, key: str) -> Warmed:
+        """Bring stored KV into the engine's memory for proved KV; return what of it is there then.
+
+        It costs no request's time, and drives out only what a load of it would.
+
+        Args:
+            key: key of its entry in the store.
+
+        Raises:
+            EngineUnavailable: the engine is not running, or was lost meanwhile.
         """
         ...
 

@@ -44,7 +44,7 @@ from baton.http.request import (
 )
 from baton.http.request_images import take_images
 from baton.http.sse import ClientWatch, EventStream, event_stream, later_events
-from baton.relay.asked import HEADER, OPERATIONS, apply_header
+from baton.relay.asked import HEADER, HINTS, OPERATIONS, apply_header
 from baton.relay.door import complete_with_images
 
 CONSTRAINED = frozenset(
@@ -280,6 +280,8 @@ async def _respond(
     handed_over = operation in OPERATIONS
     header = request.headers.get(HEADER)
     automatic = handed_over and (header is None or apply_header(body, header))
+    if HINTS in body:
+        gateway.relay.hint(engine, body, context)
     if engine.forwarding is not None:
         await prepare_forwarded(request, engine, operation, body)
         await take_place(request, engine)
@@ -294,10 +296,10 @@ async def _respond(
     await place()
     if operation is Operation.COMPLETIONS and images:
         reply = await complete_with_images(engine, body, context, images)
+    elif automatic and engine.supports_handoffs:
+        reply = await relay.call(engine, operation, body, context)
     else:
-        chooses = automatic and engine.supports_handoffs
-        chooser = relay.chooser(engine, operation, body, context.tenant) if chooses else None
-        reply = await engine.call(operation, body, context, chooser=chooser)
+        reply = await engine.call(operation, body, context)
     return await _response(request, gateway, reply, finish)
 
 

@@ -24,7 +24,7 @@ from baton.http.request import FORM, UPLOAD_TYPES
 from baton.http.routes.adapters import LoadAdapter, UnloadAdapter
 from baton.http.routes.batches import LINES, ExpiresAfter, NewBatch
 from baton.http.routes.openai import ENGINE_ROUTES
-from baton.library.handoff import HandoffList, HandoffMessages, HandoffObject, HandoffRow
+from baton.library.handoff import HandoffList, HandoffMessages, HandoffObject, HandoffRow, HandoffWarm
 from baton.relay import asked as header
 from baton.relay import asked as options
 
@@ -60,9 +60,12 @@ HANDOFF_MODELS: dict[str, type[BaseModel]] = {
     "BatonHandoffRow": HandoffRow,
     "BatonHandoffList": HandoffList,
     "BatonHandoffMessages": HandoffMessages,
+    "BatonHandoffWarm": HandoffWarm,
     "BatonHandoff": options.HandoffOptions,
     "BatonNewHandoff": options.NewHandoff,
     "BatonHandoffChanges": options.HandoffChanges,
+    "BatonWarmHandoff": options.WarmHandoff,
+    "BatonWarmContexts": options.WarmContexts,
 }
 OWN_BODIES: dict[str, type[BaseModel]] = {
     "/v1/load_lora_adapter": LoadAdapter,
@@ -99,8 +102,16 @@ MCP_REQUEST = MESSAGE | {
     },
     "required": ["jsonrpc", "method"],
 }
-ANSWERS = (HandoffObject, HandoffRow, HandoffList, HandoffMessages)
+ANSWERS = (HandoffObject, HandoffRow, HandoffList, HandoffMessages, HandoffWarm)
 HANDOFF_BODIES = {"post": "BatonNewHandoff", "patch": "BatonHandoffChanges"}
+WARM_BODIES = {
+    "/v1/handoffs/warm": "BatonWarmContexts",
+    "/v1/handoffs/{handoff_id}/warm": "BatonWarmHandoff",
+}
+PENDING = {
+    "new": "The handoff is still pending; `GET` returns its state.",
+    "warm": "It goes on; ask again to be told how it ended.",
+}
 BINARY = {"schema": {"type": "string", "format": "binary"}}
 UPLOAD_PARAMETERS = [
     {
@@ -317,17 +328,20 @@ def _describe_handoffs(path: str, method: str, operation: dict[str, Any]) -> Non
     if path.endswith("/messages"):
         name = "BatonHandoffMessages"
         _add_errors(responses, {"409": "The handoff is pending.", "503": OPERATION_ERRORS["503"]})
+    elif path.endswith("/warm"):
+        name = "BatonHandoffWarm"
     elif method == "post":
         name = "BatonHandoffObject"
     else:
         name = "BatonHandoffRow" if "{" in path else "BatonHandoffList"
     content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
     if method == "post":
-        responses["202"] = {"description": "The handoff is still pending; `GET` returns its state."}
+        responses["202"] = {"description": PENDING["warm" if path.endswith("/warm") else "new"]}
     for status in ("200", "201", "202"):
         if status in responses:
             responses[status]["content"] = content
-    if (body := HANDOFF_BODIES.get(method)) is not None:
+    body = WARM_BODIES.get(path, HANDOFF_BODIES.get(method))
+    if body is not None:
         _take(operation, {"$ref": f"#/components/schemas/{body}"})
         _add_errors(responses, OPERATION_ERRORS | HANDOFF_ERRORS)
 

@@ -39,13 +39,17 @@ class Fetches:
         self._skipped: OrderedDict[str, float] = OrderedDict()
         self._log = structlog.get_logger("baton.handoffs")
 
-    async def fetch_here(self, record: Handoff, engine: LocalEngine) -> bool:
-        """Copy KV to this machine, unless it is here, or faster to compute; returns whether it is here."""
+    async def fetch_here(self, record: Handoff, engine: LocalEngine, *, ahead: bool = False) -> bool:
+        """Copy KV to this machine, unless it is here, or faster to compute; returns whether it is here.
+
+        Args:
+            ahead: it is copied also where computing is faster.
+        """
         self._skipped.pop(record.id, None)
         source = await self._holdings.run(record.tenant, self._far_source, record)
         if source is None:
             return True
-        seconds = self._seconds_if_slower(record, engine, self._rates.get(source))
+        seconds = None if ahead else self._seconds_if_slower(record, engine, self._rates.get(source))
         if seconds is None:
             fetch = self._begin(record, source)
             done, _ = await asyncio.wait({fetch}, timeout=self._within_s)

@@ -132,6 +132,56 @@ class HandoffMessages(BaseModel):
     why: str | None = Field(description="What is missing and why, in a sentence; `null`: nothing.")
 
 
+class WarmedHandoff(BaseModel):
+    """The KV of handoffs that is in one engine's memory, verified."""
+
+    model_config = ConfigDict(title="BatonWarmedHandoff", json_schema_serialization_defaults_required=True)
+
+    engine: str = Field(description="Name of the engine.")
+    bytes: int = Field(description="Bytes of the KV in its memory.")
+    tokens: int = Field(description="Tokens, from the first, all of whose KV is there.")
+    whole: bool = Field(description="Whether that is all of it.")
+    reason: str | None = Field(
+        description="Why it is not all there: `no_room` beside what others hold, `off` (setting "
+        "`handoffs.resident` or `handoffs.verify`), `kv_gone`, `kv_corrupt`, `kv_incompatible`, "
+        "`store_unreadable`, `not_ready` (the engine), `unsupported` (it has a worker extension of its own)."
+    )
+
+
+class HintResult(BaseModel):
+    """What became of one action of `kv_hints`."""
+
+    model_config = ConfigDict(title="BatonHintResult", json_schema_serialization_defaults_required=True)
+
+    action_id: str = Field(description="Its `action_id`.")
+    status: Literal["done", "pending", "not_found", "unsupported"] = Field(
+        description="`done` and `pending`: as `state` of the whole; `not_found`: there is no such context; "
+        "`unsupported`: nothing was done."
+    )
+    reason: str | None = Field(description="Why it is unsupported, in a sentence.")
+
+
+class HandoffWarm(BaseModel):
+    """The KV that is in the engines' memory, or on its way there."""
+
+    model_config = ConfigDict(title="BatonHandoffWarm", json_schema_serialization_defaults_required=True)
+
+    object: Literal["handoff.warm"] = Field("handoff.warm", description="The kind of object.")
+    id: str | None = Field(
+        description="Id of the handoff; `null`: contexts were named by their key, or hints."
+    )
+    state: Literal["done", "pending"] = Field(
+        description="`pending`: it goes on; ask again to be told how it ended."
+    )
+    contexts: int = Field(description="Number of contexts; 0: none is stored under this key.")
+    data: list[WarmedHandoff] = Field(
+        description="What is there, of all these contexts together, for each engine that would load them."
+    )
+    actions: list[HintResult] | None = Field(
+        description="What became of each action of `kv_hints`; `null`: there were none."
+    )
+
+
 class HandoffList(BaseModel):
     """A page of a tenant's handoffs, the newest first."""
 
@@ -358,6 +408,7 @@ class Handoff(Lease):
         automatic: the gateway saved it by itself: it has no messages, and clients do not see it.
         positions: where images stand in a context that is stored without its images, because the handoff is
             automatic or the engine wrote the prompt: requests that continue it send them again.
+        cache_key: digest of the `prompt_cache_key` of the request that it was saved for by itself, if any.
         translated_from: id of the handoff of other weights whose text it holds; None: it is no translation.
         exact: its KV is what the engine would compute of its tokens; not so if any was moved to its place.
     """
@@ -380,6 +431,7 @@ class Handoff(Lease):
     positions: list[ImageRef] = Field([], frozen=True)
     exact: bool = Field(True, frozen=True)
     translated_from: str | None = Field(None, frozen=True)
+    cache_key: str | None = Field(None, frozen=True)
     _on_disk: bool = PrivateAttr(False)
     _announced: bool = PrivateAttr(False)
     _stamp: tuple[int, int, int] | None = PrivateAttr(None)

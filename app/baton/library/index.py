@@ -135,6 +135,13 @@ class HandoffIndex:
         mine = self._tenants.get(record.tenant, {}).values()
         return [each for each in mine if each.translated_from == record.id]
 
+    def keyed(self, tenant: str, cache_key: str) -> list[Handoff]:
+        """Return a tenant's automatic records with a key that prompts can find, the newest first."""
+        mine = self._tenants.get(tenant, {}).values()
+        found = [each for each in mine if each.automatic and each.cache_key == cache_key]
+        there = [each for each in found if each in self.prefixes and self.find(each.id) is each]
+        return sorted(there, key=_age, reverse=True)
+
     def weight_of(self, record: Handoff) -> int:
         """Return the bytes that a record takes in memory, about, with its share of the index."""
         return record.weight + (INDEX_BYTES * len(record.tokens) if record in self.prefixes else 0)

@@ -126,6 +126,7 @@ class Library:
         automatic: str | None = None,
         translated_from: str | None = None,
         exact: bool = True,
+        cache_key: str | None = None,
     ) -> Handoff:
         """Register a pending handoff, which a request is about to save.
 
@@ -135,6 +136,7 @@ class Library:
             automatic: id of a handoff that the gateway saves by itself; None: a client asked for it.
             translated_from: id of the handoff of other weights whose text it holds.
             exact: False until it is known that no KV was moved.
+            cache_key: digest of the `prompt_cache_key` of an automatic one's request, if it had one.
         """
         now = self.holdings.wall()
         lives = min(ttl_s or self._settings.ttl_s, self._settings.ttl_s)
@@ -153,6 +155,7 @@ class Library:
             label=label,
             translated_from=translated_from,
             exact=exact,
+            cache_key=cache_key,
         )
         self.saving.begin(record)
         self.index.add(record, lives)
@@ -306,14 +309,17 @@ class Library:
     ) -> PrefixMatch | None:
         """Return the tenant's handoff with stored KV that shares most tokens with a prompt, if any does.
 
-        See `PrefixIndex.find`.
+        See `PrefixIndex.find`; `usable` is asked of expired ones too.
         """
-        return self.index.prefixes.find(
-            tenant,
-            weights,
-            prompt,
-            lambda record: self.index.find(record.id) is record and usable(record),
-        )
+        return self.index.prefixes.find(tenant, weights, prompt, usable)
+
+    def has_expired(self, record: Handoff) -> bool:
+        """Return whether a handoff that was found has expired, or is not there any more."""
+        return self.index.find(record.id) is not record
+
+    def keyed(self, tenant: str, cache_key: str) -> list[Handoff]:
+        """Return the automatic handoffs that a tenant's requests with a key left, the newest first."""
+        return self.index.keyed(tenant, cache_key)
 
     def translations_of(self, record: Handoff) -> list[Handoff]:
         """Return the handoffs that hold the text of one of other weights, unless they have expired."""
@@ -344,18 +350,21 @@ class Library:
         """Return the estimated seconds of a fetch that was skipped for computing; None: none was."""
         return self.fetches.skipped_s(record)
 
-    async def fetch_here(self, record: Handoff, engine: LocalEngine) -> None:
+    async def fetch_here(self, record: Handoff, engine: LocalEngine, *, ahead: bool = False) -> None:
         """Copy a handoff's KV to this machine, if that is faster than computing it.
 
         Whatever the pool and the archive do, the request goes on: what is not here is computed.
+
+        Args:
+            ahead: no request waits for it, so that it is copied however long that takes.
         """
         if not self.holdings.remote:
             return
         no_kv = record.on_disk and not (record.bytes or self.saving.is_saving(record))
         if self._pool is not None and no_kv:
             await self.holdings.run(record.tenant, self._tier.here.drop_copy, record)
-        wanted = record.bytes and record.weights == engine.weights
-        if wanted and not await self.fetches.fetch_here(record, engine):
+        wanted = record.bytes and (ahead or record.weights == engine.weights)
+        if wanted and not await self.fetches.fetch_here(record, engine, ahead=ahead):
             self.kv_gone(record)
 
     def __contains__(self, record: Handoff) -> bool:

@@ -21,6 +21,7 @@ OPERATIONS = WRITTEN_BY_THE_ENGINE | {Operation.COMPLETIONS, Operation.CHAT}
 Label = Annotated[str, Field(max_length=200)]
 Seconds = Annotated[int, Field(ge=1)]
 Steps = Annotated[int, Field(ge=0)]
+EngineWord = Annotated[str, Field(min_length=1, max_length=128)]
 HandoffId = Annotated[str, Field(min_length=1, max_length=64)]
 MOST_JOINED = 16
 
@@ -145,6 +146,69 @@ class HandoffChanges(Closed):
     ttl_s: Seconds | None = None
     pin: bool = False
     label: Label | None = None
+
+
+class WarmHandoff(Closed):
+    """The body of `POST /v1/handoffs/{id}/warm`, which may be left out."""
+
+    model: EngineWord | None = Field(
+        None, description="The only engine to bring it to; without, all that would load it."
+    )
+
+
+class KvHintAction(Closed):
+    """One action of `kv_hints`, as vLLM's `KvHintAction`."""
+
+    action_id: Annotated[str, Field(max_length=512)]
+    action_type: Annotated[str, Field(max_length=128)]
+    action_version: Annotated[str, Field(max_length=32)]
+    payload: dict[str, Any]
+
+
+class KvHints(Closed):
+    """Hints about KV, as vLLM's `KvHintsEnvelope`."""
+
+    protocol_version: Annotated[str, Field(max_length=32)]
+    message_id: Annotated[str, Field(max_length=512)]
+    actions: Annotated[list[KvHintAction], Field(max_length=64)]
+
+
+class WarmContexts(Closed):
+    """The body of `POST /v1/handoffs/warm`: which contexts to bring into memory."""
+
+    model: EngineWord | None = Field(
+        None, description="The only engine to bring them to; without, all that would load them."
+    )
+    prompt_cache_key: Annotated[str, Field(min_length=1, max_length=4096)] | None = Field(
+        None,
+        description="The key of requests whose contexts the gateway saved by itself; the newest are meant.",
+    )
+    kv_hints: KvHints | None = Field(
+        None,
+        description='vLLM\'s envelope of hints: `kv.prefetch`, whose `payload` is `{"handoff": ID}` or '
+        '`{"prompt_cache_key": KEY}`. Of other actions the answer says that they are not supported.',
+    )
+
+    @model_validator(mode="after")
+    def _one(self) -> WarmContexts:
+        if (self.prompt_cache_key is None) == (self.kv_hints is None):
+            raise ValueError("give either 'prompt_cache_key' or 'kv_hints'")
+        return self
+
+
+HINTS = "kv_hints"
+
+
+def take_hints(body: Json) -> KvHints | None:
+    """Take the field `kv_hints` out of a request's body; None: there is none.
+
+    Raises:
+        InvalidRequest: it is no envelope of hints.
+    """
+    given = body.pop(HINTS, None)
+    if given is None:
+        return None
+    return parse_options(KvHints, given, HINTS)
 
 
 def translates(wanted: bool | Translate | None, engine: LocalEngine) -> bool:
@@ -344,6 +408,8 @@ def _require_chat(body: dict[str, Any]) -> None:
 HEADER = "X-Baton-Handoff"
 ID_HEADER = "X-Handoff-Id"
 """Response header with the id of the saved handoff, for clients that drop unknown fields."""
+HINTS_HEADER = "X-Baton-KV-Hints-Unused"
+"""Response header with the actions of a request's `kv_hints` of which nothing is done."""
 AUTO, OFF, SAVE = "auto", "off", "save"
 
 

@@ -25,8 +25,9 @@ from baton.library.handoff import Context, Handoff, PrefixMatch, key_of, new_id
 from baton.library.library import Library
 from baton.relay.asked import OPERATIONS
 from baton.relay.audit import Audits
-from baton.relay.cost import Decision, LoadCost
-from baton.relay.report import KV_IS_GONE
+from baton.relay.cost import Choice, Decision, LoadCost
+from baton.relay.report import KV_IS_GONE, REASONS, Miss, diagnostics
+from baton.telemetry.ids import RequestContext
 from baton.telemetry.metrics import HandoffMetrics
 from baton_kv.contract import TransferFailure
 from baton_kv.format import ImageRef
@@ -211,9 +212,11 @@ class SaveWish:
 
     Attributes:
         ttl_s: seconds that it should live; None: as long as the settings say.
+        cache_key: digest of its `prompt_cache_key`, by which its context is brought into memory later.
     """
 
     ttl_s: int | None = None
+    cache_key: str | None = None
 
 
 def save_wish(operation: Operation, body: Json) -> SaveWish | None:
@@ -221,9 +224,15 @@ def save_wish(operation: Operation, body: Json) -> SaveWish | None:
     if operation is Operation.MESSAGES:
         lives = [_life_of(marked["cache_control"]) for marked in _marked(body)]
         return SaveWish(max(lives)) if lives else None
-    if body.get("prompt_cache_key") or body.get("prompt_cache_retention") == "24h":
-        return SaveWish()
+    key = body.get("prompt_cache_key")
+    if key or body.get("prompt_cache_retention") == "24h":
+        return SaveWish(cache_key=key_digest(key) if isinstance(key, str) and key else None)
     return None
+
+
+def key_digest(key: str) -> str:
+    """Return the digest by which records hold a `prompt_cache_key`: keys may be long, or somebody's name."""
+    return hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def _life_of(control: Json) -> int:
@@ -290,26 +299,37 @@ class AutomaticHandoffs:
             self, engine, tenant, saves=mode == "on", conversation=operation in CONVERSATIONS, wish=wish
         )
 
-    def find(self, engine: LocalEngine, tenant: str, prompt: Sequence[int]) -> PrefixMatch | None:
+    def find(
+        self, engine: LocalEngine, tenant: str, prompt: Sequence[int]
+    ) -> tuple[PrefixMatch | None, Miss]:
         """Return the tenant's stored context that shares most tokens, and their images, with a prompt.
 
         Args:
             prompt: token ids, in which other images are other numbers; see `with_distinct_images`.
+
+        Returns:
+            The context, and why there is none if it is None.
         """
         elsewhere: list[Handoff] = []
+        passed: list[Miss] = []
 
         def usable(record: Handoff) -> bool:
+            if self.handoffs.has_expired(record):
+                passed.append(Miss.EXPIRED)
+                return False
             if (engine.name, record.id) in self.incompatible:
+                passed.append(Miss.KV_INCOMPATIBLE)
                 return False
             if not (here := self.handoffs.is_here(record)):
                 elsewhere.append(record)
+                passed.append(Miss.NOT_HERE)
             return here
 
         match = self.handoffs.longest_prefix(tenant, engine.weights, prompt, usable)
         if elsewhere:  # this request does not wait for it; the next one finds it here
             self.handoffs.in_background(self.handoffs.fetch_here(elsewhere[0], engine))
         self.metrics.automatic_lookups.labels("found" if match is not None else "none").inc()
-        return match
+        return match, next(iter(passed), Miss.NO_CANDIDATE)
 
     def save(
         self,
@@ -319,10 +339,12 @@ class AutomaticHandoffs:
         transfer: TransferRequest,
         tokens: list[int],
         images: Sequence[ImageRef],
-        ttl_s: int | None,
+        wish: SaveWish,
     ) -> None:
         """Register a context that the engine saves as a handoff."""
-        record = self.handoffs.begin(engine, tenant, ttl_s=ttl_s, automatic=handoff_id)
+        record = self.handoffs.begin(
+            engine, tenant, ttl_s=wish.ttl_s, automatic=handoff_id, cache_key=wish.cache_key
+        )
         self.handoffs.end(record, transfer, tokens, Context(positions=images))
         self.rule.saved(tenant)
         self.metrics.automatic_saves.inc()
@@ -362,6 +384,19 @@ class ChosenTransfer:
     images: Sequence[ImageRef]
 
 
+@dataclass
+class Looked:
+    """What was found of one prompt.
+
+    Attributes:
+        why: why nothing of it is reused, if nothing is.
+        shared: number of its tokens that the stored context shares which shares most; None: there is none.
+    """
+
+    why: Miss
+    shared: int | None
+
+
 class AutomaticRequest:
     """Chooses transfers for one request; see `baton.engines.transfers.TransferChooser`.
 
@@ -388,6 +423,8 @@ class AutomaticRequest:
         self._conversation = conversation
         self._wish = wish
         self._choices: dict[TransferRequest, ChosenTransfer] = {}
+        self._looked: list[Looked] = []
+        self._looks: dict[TransferRequest, Looked] = {}
 
     def choose(
         self, prompt: Sequence[int], images: Sequence[ImageRef] = (), *, loads: bool, saves: bool
@@ -405,7 +442,7 @@ class AutomaticRequest:
         self, prompt: Sequence[int], images: Sequence[ImageRef], *, loads: bool, saves: bool
     ) -> TransferRequest | None:
         prompt = with_distinct_images(prompt, images)
-        match = self._automatic.find(self._engine, self._tenant, prompt)
+        match, why = self._automatic.find(self._engine, self._tenant, prompt)
         save_id = new_id(automatic=True) if saves and self._is_worth_saving(prompt, match) else None
         least = self._automatic.settings.auto_min_tokens
         decision = self._decide(match) if loads and match is not None and match.tokens >= least else None
@@ -417,8 +454,14 @@ class AutomaticRequest:
             # The pixels of its images, which an audit would need, are in vLLM's hands alone.
             audited=bool(decision and decision.loads and not images and self._automatic.audits.chosen()),
         )
+        if match is not None:
+            slower = decision is not None and decision.choice is Choice.RECOMPUTE
+            why = Miss.SLOWER_TO_LOAD if slower else Miss.BELOW_MINIMUM if decision is None else Miss.NOT_USED
+        looked = Looked(why if loads else Miss.PROMPT_LOGPROBS, match.tokens if match is not None else None)
+        self._looked.append(looked)
         if not transfer.moves_kv:
             return None
+        self._looks[transfer] = looked
         self._choices[transfer] = ChosenTransfer(match, save_id, images)
         return transfer
 
@@ -439,8 +482,27 @@ class AutomaticRequest:
         except Exception as error:  # a fault of this cache must not cost an answer
             log.error("automatic_handoff_failed", exc_info=error)
 
+    def diagnostics(self, context: RequestContext) -> Json | None:
+        """Return what became of its prompts: a hit if anything of any was reused, else why not of the first.
+
+        None: nobody has looked for stored KV, as for prompts that hold other media than images.
+
+        Args:
+            context: its counts of tokens, now that the answer is complete.
+        """
+        if not self._looked:
+            return None
+        first = self._looked[0]
+        why = None if context.cached_tokens else first.why
+        return diagnostics(why, context.prompt_tokens, first.shared)
+
     def _end(self, transfer: TransferRequest) -> None:
         choice, report = self._choices.pop(transfer), transfer.report
+        looked = self._looks.pop(transfer)
+        if report.lost:
+            looked.why = Miss.LOAD_FAILED
+        elif report.miss is not None and looked.why is Miss.NOT_USED:
+            looked.why = Miss(REASONS.get(report.miss, Miss.NOT_USED))
         stored = 0
         if choice.match is not None:
             self._automatic.note_load(self._engine, choice.match, report)
@@ -449,9 +511,9 @@ class AutomaticRequest:
         tokens = report.prompt_ids + report.output_ids
         if choice.save_id is None or not report.saves or len(tokens) - stored < transfer.least:
             return
-        ttl_s = self._wish.ttl_s if self._wish is not None else None
+        wish = self._wish or SaveWish()
         self._automatic.save(
-            self._engine, self._tenant, choice.save_id, transfer, tokens, choice.images, ttl_s
+            self._engine, self._tenant, choice.save_id, transfer, tokens, choice.images, wish
         )
 
 

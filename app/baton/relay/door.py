@@ -11,23 +11,26 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+from baton.admission.fair_queue import QueueLimits, watched_queue
 from baton.admission.tenants import Admission, Ticket
 from baton.config.groups import AutomaticMode
 from baton.config.settings import Settings
 from baton.engines.backend import Json, Operation, Reply
-from baton.engines.engine import LocalEngine
+from baton.engines.engine import Engine, LocalEngine
 from baton.engines.fleet import Fleet
-from baton.engines.transfers import TransferChooser, TransferRequest
+from baton.engines.transfers import TransferRequest
 from baton.errors import HandoffNotFound, HandoffPending, InvalidRequest
 from baton.images.image import ClientImage
 from baton.library.handoff import Handoff, HandoffState
 from baton.library.library import Library
 from baton.relay.ahead import JoinsAhead
 from baton.relay.asked import (
+    HINTS_HEADER,
     VIA_ROSETTA,
     HandoffOptions,
     NewHandoff,
     SaveOptions,
+    take_hints,
     take_options,
     translates,
 )
@@ -37,10 +40,12 @@ from baton.relay.cost import LoadCost
 from baton.relay.move import require_movable
 from baton.relay.plan import Plans
 from baton.relay.prompt.chat import Writer
+from baton.relay.report import explained
 from baton.relay.rosetta import Rosetta
 from baton.relay.same_store import SameStore
 from baton.relay.sources import Source, Sources, is_compatible, require_compatible
 from baton.relay.translate import Translations
+from baton.relay.warm import AT_ONCE, MOST_WAITING, Warming, warms_busy
 from baton.telemetry.ids import RequestContext
 from baton.telemetry.metrics import GatewayMetrics
 
@@ -63,6 +68,7 @@ class Relay:
         same_store: knows which gateways elsewhere use this one's store.
         engines: the engines that run here.
         modes: what is automatic for each engine, by its name.
+        warming: brings KV into the engines' memory ahead.
     """
 
     settings: Settings
@@ -77,6 +83,7 @@ class Relay:
     same_store: SameStore
     engines: list[LocalEngine]
     modes: dict[str, AutomaticMode]
+    warming: Warming
 
     def follow(self, engines: Sequence[LocalEngine], settings: Settings) -> None:
         """Work with these engines from now on: some came, went, or have other settings."""
@@ -182,11 +189,32 @@ class Relay:
             return [Source(record) for record in records]
         return await self.translations.sources(engine, context, records, where=where)
 
-    def chooser(
-        self, engine: LocalEngine, operation: Operation, body: Json, tenant: str
-    ) -> TransferChooser | None:
-        """Make the chooser of a stored context for a request that names none; None: nothing is automatic."""
-        return self.automatic.request(engine, operation, body, tenant) if engine.supports_handoffs else None
+    def hint(self, engine: Engine, body: Json, context: RequestContext) -> None:
+        """Take `kv_hints` out of a body and begin what they ask for; a header tells what is not done.
+
+        Raises:
+            InvalidRequest: the field is no envelope of hints.
+        """
+        hints = take_hints(body)
+        if hints is None:
+            return
+        if engine.forwarding is None and engine.supports_handoffs:
+            unused = self.warming.begin(hints, context.tenant)
+        else:
+            unused = [f"{each.action_type}@{each.action_version}" for each in hints.actions]
+        if unused:
+            context.answer_headers[HINTS_HEADER] = ", ".join(unused)
+
+    async def call(
+        self, engine: LocalEngine, operation: Operation, body: Json, context: RequestContext
+    ) -> Reply:
+        """Call an engine for a request that names no handoff; the gateway may choose one for it.
+
+        The answer says why nothing of the prompt was stored, where that was looked for.
+        """
+        chooser = self.automatic.request(engine, operation, body, context.tenant)
+        reply = await engine.call(operation, body, context, chooser=chooser)
+        return reply if chooser is None else explained(reply, operation, lambda: chooser.diagnostics(context))
 
     async def create(
         self,
@@ -273,6 +301,8 @@ def open_relay(
     translations = Translations(engines, library, plans, admission)
     modes = _modes(settings)
     rule = SaveRule(handoffs.auto_min_tokens)
+    waiting = QueueLimits(AT_ONCE, waiting=MOST_WAITING)
+    warms = watched_queue(waiting, warms_busy, metrics.queues, "handoff_warms")
     return Relay(
         settings,
         library,
@@ -286,6 +316,7 @@ def open_relay(
         SameStore(library),
         engines,
         modes,
+        Warming(library, lambda: fleet.here, handoffs, warms),
     )
 
 

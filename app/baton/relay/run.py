@@ -20,12 +20,15 @@ from baton.relay.join import Part
 from baton.relay.prompt.chat import AFTER_THE_PROMPT, ContextPrompt
 from baton.relay.prompt.resent import answer_fingerprint
 from baton.relay.report import (
+    DIAGNOSTICS,
     DONE,
     KV_IS_GONE,
     chunk_of,
     event_of,
+    explained_events,
     head_of,
     prefix_hits,
+    source_diagnostics,
     source_outcome,
     without_keys,
 )
@@ -167,9 +170,10 @@ class PlannedRequest:
             raise
         headers = {ID_HEADER: self.target.id} if self.target is not None else {}
         if isinstance(reply, StreamReply):
-            chunks = operation not in WRITTEN_BY_THE_ENGINE
-            events = self._stream(reply.events) if chunks else self._follow(reply.events)
-            return StreamReply(events, headers)
+            if operation not in WRITTEN_BY_THE_ENGINE:
+                return StreamReply(self._stream(reply.events), headers)
+            events = explained_events(reply.events, operation, self.diagnostics)
+            return StreamReply(self._follow(events), headers)
         return await self._whole(reply, headers)
 
     async def compute(self, prompt: str | list[int]) -> Json:
@@ -200,6 +204,8 @@ class PlannedRequest:
         without_keys(body)
         answer.add(body)
         body["handoff"] = await self._finish(answer)
+        if (found := self.diagnostics()) is not None:
+            body[DIAGNOSTICS] = found
         return WholeReply(json.dumps(body).encode(), reply.media_type, dict(reply.headers) | headers)
 
     async def _stream(self, events: AsyncIterator[str]) -> AsyncIterator[str]:
@@ -211,7 +217,10 @@ class PlannedRequest:
                 async for event in rest:
                     if event == DONE:
                         ended = True
-                        yield event_of(head_of(last) | {"choices": [], "handoff": await self._finish(answer)})
+                        more: Json = {"choices": [], "handoff": await self._finish(answer)}
+                        if (found := self.diagnostics()) is not None:
+                            more[DIAGNOSTICS] = found
+                        yield event_of(head_of(last) | more)
                         yield event
                         continue
                     last, text = chunk_of(event)
@@ -326,9 +335,15 @@ class PlannedRequest:
             record = each.part.record if other is None else other.source
             self.handoffs.note_use(record, how, None, loaded=found, resident=0)
 
-    def _describe(self, source: Handoff) -> Json:
-        """Return `handoff.source`, and count it in the metrics."""
-        report, metrics = self.transfer.report, self.metrics
+    def diagnostics(self) -> Json | None:
+        """Return why nothing of its source was reused, or that something was; None: it has no source."""
+        if self.source is None:
+            return None
+        return source_diagnostics(self._outcome(self.source), len(self.transfer.report.prompt_ids))
+
+    def _outcome(self, source: Handoff) -> Json:
+        """Return the part of `handoff.source` that says what became of the source's KV."""
+        report = self.transfer.report
         shown = source_outcome(source, report, self.decision) | {"exact": self.exact}
         if shown["reason"] is not None and not has_kv_of(source, self.engine):
             shown["reason"] = "other_adapter"
@@ -339,6 +354,12 @@ class PlannedRequest:
             if self.translated.computed and self.exact:
                 shown |= {"outcome": "translated", "reason": None}
         shown["shared_tokens"] = common_tokens(source.distinct_tokens, report.distinct_prompt)
+        return shown
+
+    def _describe(self, source: Handoff) -> Json:
+        """Return `handoff.source`, and count it in the metrics."""
+        report, metrics = self.transfer.report, self.metrics
+        shown = self._outcome(source)
         shown["resent_messages"] = self.prompt.resent
         if self.parts:
             shown["parts"] = self._parts()

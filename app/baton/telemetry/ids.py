@@ -36,6 +36,7 @@ class RequestContext:
         model: name of the model that the client asked for, by which answers call it; empty: the engine's own.
         prompt_tokens: prompt tokens so far.
         generated_tokens: generated tokens so far.
+        cached_tokens: prompt tokens that were not computed, of prompts whose answers are complete.
         hops: number of gateways that sent the request on before it came here.
         session_id: the `X-Session-Id` header, by which proxies choose a gateway, if it is well formed.
         cuts_max_tokens: whether an answer that may be longer than the context leaves is cut, or refused.
@@ -60,6 +61,7 @@ class RequestContext:
     model: str = ""
     prompt_tokens: int = 0
     generated_tokens: int = 0
+    cached_tokens: int = 0
     images: frozenset[str] | None = frozenset()
     hops: int = 0
     session_id: str | None = None

@@ -3,12 +3,15 @@
 The order is learned, not known: the backend's own function writes numbers into a block, and where each is
 found afterwards is where it writes keys and values. Nothing is assumed but that it stores them as they are,
 keys and values each in one piece, in which tokens and values go on by equal steps, alone or in equal groups.
+
+vLLM's CPU backend has two orders on x86: one for machines with AMX that compute in bfloat16, and one for all
+others, with AVX-512 or AVX2. An engine that was found to have one of them reads the other's slabs too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -19,6 +22,8 @@ from numpy.typing import NDArray
 Write = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 """Writes keys and values, each `[tokens, 1, head size]`, into a cache of one block,
 `[1, 1, tokens, 2 * head size]`."""
+PLAIN, AMX = "plain", "amx"
+"""Packings of vLLM's CPU backend: its `vec` and `vec16`, for blocks of a multiple of 32 tokens, and `amx`."""
 DIGIT = 128
 """Whole numbers below this are exact in every dtype of a KV cache."""
 
@@ -151,12 +156,17 @@ class SlabPacking:
     Args:
         keys: index in the slab of each value of the keys, `[tokens, head size]`.
 
+    Attributes:
+        places: that of each value of the keys, then of the values.
+
     Raises:
         PackingUnknown: these are no steps of equal size.
     """
 
     def __init__(self, keys: NDArray[numpy.int64], values: NDArray[numpy.int64], dtype: torch.dtype) -> None:
         self.tokens, self.head_size = keys.shape
+        self.places = numpy.concatenate([keys.ravel(), values.ravel()])
+        self.torch_dtype = dtype
         self._keys, self._values = Layout.of(keys), Layout.of(values)
         self._brain_floats = dtype is torch.bfloat16
         self.dtype: Any = numpy.dtype({torch.float32: "f4", torch.float16: "f2", torch.bfloat16: "u2"}[dtype])
@@ -182,6 +192,27 @@ class SlabPacking:
         places[found] = numpy.arange(count)
         keys_at, values_at = places.reshape(2, tokens, head_size)
         return cls(keys_at, values_at, dtype)
+
+    @classmethod
+    def known(cls, name: str, tokens: int, head_size: int, dtype: torch.dtype) -> SlabPacking | None:
+        """Return a packing of vLLM's CPU backend by its name; None: there is none for such blocks."""
+        token, value = numpy.mgrid[:tokens, :head_size]
+        if name == PLAIN:
+            return cls(value * tokens + token, tokens * head_size + token * head_size + value, dtype)
+        if name != AMX or dtype.itemsize != 2 or tokens % 32 or head_size % 32:
+            return None
+        keys = token // 16 * 16 * head_size + value // 2 * 32 + token % 16 * 2 + value % 2
+        values = value // 16 * 16 * tokens + token // 2 * 32 + value % 16 * 2 + token % 2
+        return cls(keys, tokens * head_size + values, dtype)
+
+    @property
+    def name(self) -> str:
+        """Return the name of a packing that is `known`; empty: it is not."""
+        for name in (PLAIN, AMX):
+            found = SlabPacking.known(name, self.tokens, self.head_size, self.torch_dtype)
+            if found is not None and numpy.array_equal(found.places, self.places):
+                return name
+        return ""
 
     @property
     def by_values(self) -> bool:
@@ -231,3 +262,45 @@ class SlabPacking:
             return keys.astype(self.dtype, copy=False)
         bits = keys.astype(numpy.float32, copy=True).view(numpy.uint32)  # rounded to nearest, ties to even
         return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(numpy.uint16)
+
+
+@dataclass(frozen=True)
+class Packings:
+    """The packings of one engine's layers, all of one name.
+
+    Attributes:
+        layers: that of each layer; None: it has no keys and values, and is the same everywhere.
+    """
+
+    name: str
+    layers: tuple[SlabPacking | None, ...]
+    _orders: dict[tuple[int, int, str], NDArray[numpy.int64] | None] = field(default_factory=dict, init=False)
+
+    @classmethod
+    def of(cls, layers: Sequence[SlabPacking | None]) -> Packings | None:
+        """Return the packings of layers; None: not all of them have one name that is known."""
+        names = {layer.name for layer in layers if layer is not None}
+        return cls(names.pop(), tuple(layers)) if len(names) == 1 and "" not in names else None
+
+    def knows(self, name: str) -> bool:
+        """Return whether slabs that were packed so can be read."""
+        return all(self._order(layer, name) is not None for layer in self.layers if layer is not None)
+
+    def repack(self, layer: int, slabs: memoryview, name: str) -> None:
+        """Bring slabs of a layer, which were packed so, into its own order, in place."""
+        own = self.layers[layer]
+        if own is not None and (order := self._order(own, name)) is not None:
+            held = numpy.frombuffer(slabs, own.dtype).reshape(-1, len(order))
+            held[...] = held.take(order, axis=1)
+
+    def _order(self, own: SlabPacking, name: str) -> NDArray[numpy.int64] | None:
+        """Return where each value of a slab is in one that was packed so; None: nobody knows."""
+        shape = (own.tokens, own.head_size, name)
+        if shape not in self._orders:
+            other = SlabPacking.known(name, own.tokens, own.head_size, own.torch_dtype)
+            order = None
+            if other is not None:
+                order = numpy.empty(len(own.places), numpy.int64)
+                order[own.places] = other.places
+            self._orders[shape] = order
+        return self._orders[shape]

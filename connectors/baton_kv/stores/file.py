@@ -4,7 +4,7 @@ root/                    mode 0700
   entries/SCOPE/ID.kv    an entry's own file, immutable; its modification time is its last use
   entries/SCOPE/ID.000   a file of another entry that this one needs too (a hard link), by its index
   entries/SCOPE/ID.pin   an empty file that protects the entry from eviction
-  writing/               files being written; leftovers are removed when a store is opened
+  writing/               files being written, which count; leftovers are removed when a store is opened
   quarantine/            the last few corrupt entries, for inspection
   images/                the gateway's images; they count towards the budget and are never evicted here
   records/               the gateway's records, likewise; `total` holds their bytes
@@ -249,7 +249,7 @@ class FileStore:
                     stem = secrets.token_hex(16)
                     try:
                         link_shared(shared, stem, target)
-                        self._room.make(size, replaced=(scope, name), linked=stem)
+                        self._room.make(size, replaced=(scope, name), linked=stem, written_as=temporary)
                         self._room.count(size)
                         rename_shared(len(shared.keys), stem, name, target)
                         os.rename(temporary, name, src_dir_fd=writing, dst_dir_fd=target)
@@ -347,7 +347,7 @@ class FileStore:
             yield each.key
 
     def size(self) -> int:
-        return self._tree.bytes_beside() + self._tree.listing().size
+        return self._tree.bytes_beside() + self._tree.being_written() + self._tree.listing().size
 
     def make_room(self, size: int) -> None:
         try:

@@ -57,13 +57,16 @@ class Room:
         if self._budget is not None and size > self._budget:
             raise StoreFull(f"an entry of {size} bytes does not fit the store's budget of {self._budget}")
 
-    def make(self, size: int, *, replaced: tuple[str, str] | None = None, linked: str = "") -> None:
+    def make(
+        self, size: int, *, replaced: tuple[str, str] | None = None, linked: str = "", written_as: str = ""
+    ) -> None:
         """Evict entries until `size` more bytes fit the budget; called with the store's lock held.
 
         Args:
             size: bytes to be written.
             replaced: scope and file name of the entry that is overwritten.
             linked: stem of the names that are linked for the entry that is being written.
+            written_as: name in `writing` of the file with these bytes; what others write counts too.
 
         Raises:
             StoreFull: they do not fit even if all unpinned entries are evicted.
@@ -72,6 +75,7 @@ class Room:
         if self._budget is None:
             return
         beside, written = self._tree.bytes_beside(), self._tree.written()
+        beside += self._tree.being_written(written_as)
         damaged, self._written = written < self._written, written
         held = math.inf if self._held is None or damaged else self._held.at_most(written)
         if held + beside + size <= self._budget:

@@ -30,6 +30,7 @@ LINK = re.compile(r"[0-9]{3}")
 """Pattern of what follows an entry's id in the name of a file that it shares."""
 IMAGES = "images"
 RECORDS = "records"
+WRITING = "writing"
 KEPT_IN_QUARANTINE = 2
 RECORDS_TOTAL = "total"
 """File in the folder of the records: the bytes that they take, as decimal digits."""
@@ -228,6 +229,24 @@ class StoreTree:
                 return bytes_in(IMAGES, within=top) + _number_in(f"{RECORDS}/{RECORDS_TOTAL}", top)
         except OSError as error:
             raise StoreError(f"listing: {error.strerror}") from None
+
+    def being_written(self, but: str = "") -> int:
+        """Return the bytes of the files that are being written, which have no place yet; `but` is left out.
+
+        In memory a file has its size from the beginning.
+
+        Raises:
+            StoreError: the folder cannot be listed.
+        """
+        total = 0
+        try:
+            with self.folder(WRITING) as writing, os.scandir(writing) as listed:
+                for each in listed:
+                    with contextlib.suppress(FileNotFoundError):  # placed, or given up
+                        total += each.stat(follow_symlinks=False).st_size if each.name != but else 0
+        except OSError as error:
+            raise StoreError(f"listing: {error.strerror}") from None
+        return total
 
     def written(self) -> int:
         """Return the bytes of all entries that were ever placed."""

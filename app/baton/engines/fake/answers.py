@@ -472,6 +472,7 @@ class Answer:
             self._transfer.report.answer_ids = said[:-1] if engine.behaviour.ends_answers else said
             if self._chooser is not None and self._chosen is not None:
                 self._chooser.ended(self._chosen)
+            self._context.cached_tokens += engine.behaviour.cached_tokens
         except (asyncio.CancelledError, GeneratorExit):
             engine.aborted += 1
             raise

@@ -33,6 +33,7 @@ from baton.engines.transfers import Throughput, TransferChooser, TransferRequest
 from baton.errors import BatonError, InvalidRequest, StartError
 from baton.images.image import ClientImage, PlacedImage
 from baton.telemetry.ids import RequestContext
+from baton_kv.contract import TransferFailure, Warmed
 
 
 @dataclass
@@ -50,6 +51,8 @@ class FakeBehaviour:
         ends_answers: whether an answer's last token is an end-of-sequence token.
         encode_seconds: seconds that a plugin's prompt takes; a prompt that is a float takes that many.
         encode_error: raised for every plugin's prompt.
+        warm_seconds: seconds that KV takes into memory.
+        cached_tokens: tokens of each prompt that it says to have had in its own cache.
         forgets_answers: whether the chat template drops earlier answers, as those of reasoning models do.
         alternates: whether the chat template refuses two messages of one role in a row.
         slots: number of requests worked on at once, the others wait; 0: all.
@@ -68,6 +71,8 @@ class FakeBehaviour:
     ends_answers: bool = False
     encode_seconds: float = 0.0
     encode_error: BatonError | None = None
+    warm_seconds: float = 0.0
+    cached_tokens: int = 0
     stalled_seconds: float = 0.0
     slots: int = 0
     parsed: Json | None = None
@@ -100,6 +105,8 @@ class FakeEngine:
         aborted: number of requests that were cancelled.
         deaths: number of calls of `die`, after which earlier requests get no further tokens.
         forgets: number of calls of `forget_prefixes`.
+        memory: what it says of stored KV that it is to bring into memory, by key: a test puts it there.
+        warmed: the keys that it was asked for so.
         rounding_nats: see `LocalEngine.rounding_nats`.
         longest_step_s: see `LocalEngine.longest_step_s`.
         slots: what a request waits for before the engine works on it.
@@ -134,6 +141,8 @@ class FakeEngine:
     deaths: int = 0
     kills: int = 0
     forgets: int = 0
+    memory: dict[str, Warmed] = field(default_factory=dict)
+    warmed: list[str] = field(default_factory=list)
     rounding_nats: float = 0.5
     longest_step_s: float = 0.0
     slots: contextlib.AbstractAsyncContextManager[None] = field(init=False)
@@ -187,6 +196,11 @@ class FakeEngine:
         self.state = EngineState.FAILED
         self.deaths += 1
         self.behaviour.stalled_seconds = 0.0
+
+    async def warm(self, key: str) -> Warmed:
+        self.warmed.append(key)
+        await self.behaviour.wait(self.behaviour.warm_seconds)
+        return self.memory.get(key, Warmed(failure=TransferFailure.MISSING))
 
     def forget_prefixes(self) -> None:
         self.forgets += 1

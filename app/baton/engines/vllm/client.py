@@ -276,6 +276,8 @@ class Call:
                         _correct(output, transfer.report)
                         if output.finished and transfer is not self.transfer and self.chooser is not None:
                             self.chooser.ended(transfer)
+                    if output.finished:
+                        self.context.cached_tokens += getattr(output, "num_cached_tokens", None) or 0
                     yield output
             except (asyncio.CancelledError, GeneratorExit):
                 raise

@@ -56,6 +56,7 @@ from baton.models.parsers import parsers_of
 from baton.models.store import identity
 from baton.telemetry.ids import RequestContext
 from baton.telemetry.metrics import TransferMetrics
+from baton_kv.contract import TransferFailure, Warmed
 
 PACE_ARGS = frozenset({"max_num_seqs", "max_num_batched_tokens", "enforce_eager", "gpu_memory_utilization"})
 """Arguments of an engine that change how fast it answers, and not what."""
@@ -515,6 +516,22 @@ class VllmEngine:
     @property
     def rounding_nats(self) -> float:
         return rounding_nats(self._require_running().client)
+
+    async def warm(self, key: str) -> Warmed:
+        client = self._require_running().client
+        if self._args.worker_extension_cls != MOVES_EXTENSION:
+            return Warmed(failure=TransferFailure.OTHER)  # one without our methods
+        while True:
+            try:
+                told = await client.collective_rpc("baton_warm", args=(key,))
+            except EngineDeadError:
+                raise EngineUnavailable() from None
+            except Exception as error:  # noqa: BLE001  # the border to the worker: all goes on without
+                self._log.error("kv_not_warmed", exc_info=error)
+                return Warmed(failure=TransferFailure.OTHER)
+            if (found := Warmed.of_ranks(told)) is not None:
+                return found
+            await asyncio.sleep(LOOK_EVERY_S)
 
     def forget_prefixes(self) -> None:
         self._forgotten += 1

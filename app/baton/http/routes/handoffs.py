@@ -16,11 +16,13 @@ from baton.http.elsewhere_body import prepare_forwarded
 from baton.http.request import Gateway, context_of, gateway_of, in_a_thread, read_json, state_of
 from baton.http.request_images import take_images
 from baton.images.image import ClientImage
-from baton.library.handoff import Handoff, HandoffState
+from baton.library.handoff import Handoff, HandoffState, HandoffWarm
 from baton.relay.asked import (
     ID_HEADER,
     HandoffChanges,
     NewHandoff,
+    WarmContexts,
+    WarmHandoff,
     parse_options,
     require_handoffs,
     require_latent,
@@ -126,6 +128,48 @@ async def _said(request: Request, gateway: Gateway, record: Handoff) -> Response
     said = await gateway.relay.messages(engine, record, context)
     body = await in_a_thread(request, partial(json.dumps, said))
     return Response(body, media_type="application/json")
+
+
+@router.post("/v1/handoffs/warm")
+async def warm_contexts(request: Request) -> Response:
+    """Bring automatic contexts into the engines' memory by their `prompt_cache_key`, or by `kv_hints`.
+
+    Answers 200 with what is there when that is done within `handoffs.wait_s`, otherwise 202 while it goes on.
+    """
+    gateway = gateway_of(request)
+    asked = parse_options(WarmContexts, await read_json(request, gateway.settings.limits))
+    engine_of(gateway, asked.model)
+    return _warmed(await gateway.relay.warming.contexts(asked, context_of(request).tenant))
+
+
+@router.post("/v1/handoffs/{handoff_id}/warm")
+async def warm_handoff(request: Request, handoff_id: str) -> Response:
+    """Bring a handoff's KV into the memory of the engines that would load it, while a tool runs.
+
+    Answers 200 with what is there when that is done within `handoffs.wait_s`, otherwise 202 while it goes on.
+    """
+    gateway = gateway_of(request)
+    given = await read_json(request, gateway.settings.limits) if await request.body() else {}
+    asked = parse_options(WarmHandoff, given)
+    engine_of(gateway, asked.model)
+    tenant = context_of(request).tenant
+    return _warmed(await gateway.relay.warming.handoff(handoff_id, tenant, asked.model))
+
+
+def engine_of(gateway: Gateway, name: str | None) -> None:
+    """Check that an engine here keeps handoffs, if one is named.
+
+    Raises:
+        ModelNotFound: there is none of this name.
+        OperationUnsupported: it keeps none.
+    """
+    if name is not None:
+        require_handoffs(gateway.fleet.pick(name))
+
+
+def _warmed(warm: HandoffWarm) -> Response:
+    status = 200 if warm.state == "done" else 202
+    return Response(warm.model_dump_json(), status, media_type="application/json")
 
 
 @router.patch("/v1/handoffs/{handoff_id}")
