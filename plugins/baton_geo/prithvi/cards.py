@@ -180,8 +180,8 @@ def _bands(
     names = names or [f"band {number + 1}" for number in range(config.in_chans)]
     if not len(names) == len(means) == len(stds) == config.in_chans:
         raise ValueError(
-            f"config.json: data: {len(names)} bands, {len(means)} means and {len(stds)} deviations for a model "
-            f"of {config.in_chans} bands"
+            f"config.json: data: {len(names)} bands, {len(means)} means and {len(stds)} deviations for a "
+            f"model of {config.in_chans} bands"
         )
     scale = float(data.get("constant_scale", module.scale if module else 1.0))
     optical = [

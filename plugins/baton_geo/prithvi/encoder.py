@@ -205,9 +205,9 @@ class PrithviEncoder(nn.Module):
             pixels: (B, C, T, H, W), normalised, in the dtype of the parameters. Any T, H and W that the
                 patch size divides: positions are interpolated for sizes other than `img_size`.
             temporal_coords: (B, T, 2) float32: year, day of the year (1 is 1 January). Not used if None, or
-                if the model has no time encoding.
+                if the model has no time encoding; of a batch, not where the year is 0.
             location_coords: (B, 2) float32: latitude, longitude in degrees. Not used if None, or if the model
-                has no location encoding.
+                has no location encoding; of a batch, not where the latitude is none.
 
         Returns:
             (B, 1 + t * h * w, D) in the dtype of `pixels`: the class token, then the patches by time, row,
@@ -238,10 +238,13 @@ class PrithviEncoder(nn.Module):
         if self.config.has_time and temporal_coords is not None:
             _require(temporal_coords, (len(pixels), grid[0], 2), "temporal_coords")
             frames: Tensor = self.temporal_embed_enc(temporal_coords)
+            frames = frames * (temporal_coords[..., :1] > 0)  # year 0: the date is unknown
             where = where + frames.repeat_interleave(grid[1] * grid[2], dim=1)
         if self.config.has_location and location_coords is not None:
             _require(location_coords, (len(pixels), 2), "location_coords")
-            where = where + self.location_embed_enc(location_coords).unsqueeze(1)
+            place: Tensor = self.location_embed_enc(location_coords)
+            place = place * (location_coords[:, :1].abs() <= 90)  # beyond the poles: the place is unknown
+            where = where + place.unsqueeze(1)
         first = (self.cls_token + positions[:, :1].to(tokens.dtype)).expand(len(pixels), -1, -1)
         tokens = torch.cat((first, tokens + where.to(tokens.dtype)), dim=1)
         count = len(self.blocks)

@@ -62,7 +62,8 @@ HEAD_KEYS = MappingProxyType(
 NORMS = {True: True, "batchnorm": True, False: False, "identity": False}
 TERRAMIND = (
     "is TerraMind, which is another family: it takes a table of modalities, each of a sensor of its own, "
-    "instead of one stack of bands, and its weights and tokenizers are not Prithvi's; TerraTorch's own plugin serves it"
+    "instead of one stack of bands, and its weights and tokenizers are not Prithvi's; TerraTorch's own "
+    "plugin serves it"
 )
 
 
