@@ -28,12 +28,17 @@ class Band(ReadOnlyModel):
         aliases: other names that files use for the band, e.g. `B03`; compared without case.
         mean: mean of the scaled values; subtracted from them.
         std: standard deviation of the scaled values; they are divided by it.
+        scale: factor from a file's numbers, of integers or floats, to the unit of `mean`, for a band of
+            another unit than the card's, such as radar in decibels beside reflectances; None: the card's.
+        valid_range: lowest and highest scaled value of a band with a `scale` of its own.
     """
 
     name: str
     aliases: tuple[str, ...] = ()
     mean: float
     std: float = Field(gt=0)
+    scale: float | None = Field(None, gt=0)
+    valid_range: tuple[float, float] | None = None
 
 
 class ClassLabel(ReadOnlyModel):
@@ -43,12 +48,27 @@ class ClassLabel(ReadOnlyModel):
     colour: tuple[int, int, int] = Field(description="Red, green, blue; 0-255.")
 
 
+class MapValue(ReadOnlyModel):
+    """The value that a regression model gives each pixel: output * scale + offset.
+
+    Attributes:
+        name: e.g. `above-ground biomass`.
+        unit: e.g. `Mg/ha`; None: unknown.
+    """
+
+    name: str = "value"
+    unit: str | None = None
+    scale: float = 1.0
+    offset: float = 0.0
+
+
 class Card(ReadOnlyModel):
-    """The rasters that one model takes and the masks it gives.
+    """The rasters that one model takes and the masks or values it gives.
 
     Attributes:
         bands: in the order the model takes them.
-        classes: in the order of the model's output channels.
+        classes: in the order of the model's output channels; none for a regression or an encoder alone.
+        value: what a regression model gives; None: it is none.
         frames: time steps; a file then holds all bands of the first step, then of the second, ...
         tile: height and width of the model's tiles, pixels.
         overlap: pixels that two neighbouring tiles share; they are blended.
@@ -58,11 +78,13 @@ class Card(ReadOnlyModel):
         valid_range: lowest and highest scaled value; a scene with more than 1 % of its pixels outside is
             refused.
         nodata: nodata value of files that state none; None: every value is data.
+        nodata_replace: number of an integer file that the model is given for nodata; None: the bands' means.
         mask_nodata: the mask's value of unknown pixels.
     """
 
     bands: tuple[Band, ...] = Field(min_length=1)
-    classes: tuple[ClassLabel, ...] = Field(min_length=2, max_length=250)
+    classes: tuple[ClassLabel, ...] = Field((), max_length=250)
+    value: MapValue | None = None
     frames: int = Field(1, ge=1, le=64)
     tile: int = Field(ge=16, le=2048)
     overlap: int = Field(ge=0)
@@ -71,7 +93,18 @@ class Card(ReadOnlyModel):
     offset: float = 0.0
     valid_range: tuple[float, float] | None = None
     nodata: float | None = None
+    nodata_replace: float | None = None
     mask_nodata: int = Field(255, ge=0, le=255)
+
+    @property
+    def channels(self) -> int:
+        """The number of the model's output channels: a score per class, or one value."""
+        return len(self.classes) or 1
+
+    @property
+    def own_units(self) -> tuple[bool, ...]:
+        """For each band, whether it has a unit of its own."""
+        return tuple(band.scale is not None for band in self.bands)
 
     @property
     def reflectance(self) -> float | None:
@@ -81,15 +114,24 @@ class Card(ReadOnlyModel):
         Such a card is recognised by its numbers: a byte's 255 is less than any band's deviation, and the
         bands' means and deviations are those of reflectance.
         """
+        bands = [band for band in self.bands if band.scale is None]
+        if not bands:
+            return None
         one = REFLECTANCE_ONE * self.scale
-        bright = max(band.mean + band.std for band in self.bands)
-        fine = BYTE_MAX * self.scale < min(band.std for band in self.bands)
+        bright = max(band.mean + band.std for band in bands)
+        fine = BYTE_MAX * self.scale < min(band.std for band in bands)
         return one if fine and 0.02 * one <= bright <= 1.5 * one else None
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Card:
         if self.overlap * 2 > self.tile:
             raise ValueError("overlap: at most half of a tile")
+        if len(self.classes) == 1:
+            raise ValueError("classes: at least 2")
+        if self.classes and self.value is not None:
+            raise ValueError("value: a model of classes has none")
+        if any(band.valid_range is not None and band.scale is None for band in self.bands):
+            raise ValueError("bands: a `valid_range` of a band needs a `scale` of its own")
         if self.mask_nodata < len(self.classes):
             raise ValueError("mask_nodata: a class has this value")
         return self

@@ -48,8 +48,8 @@ FRAMES = 64
 
 DataFormat = Literal["b64_json", "bytes", "url", "path"]
 OutDataFormat = Literal["b64_json", "path", "url"]
-Output = Literal["mask", "probabilities", "preview", "scene", "classes"]
-Outputs = Annotated[tuple[Output, ...], Field(min_length=1, max_length=5, fail_fast=True)]
+Output = Literal["mask", "probabilities", "preview", "scene", "classes", "value"]
+Outputs = Annotated[tuple[Output, ...], Field(min_length=1, max_length=6, fail_fast=True)]
 Index = Annotated[int, Field(strict=True, ge=0, le=4095)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Numbers = Annotated[tuple[Number, ...], Field(min_length=1, max_length=INDICES, fail_fast=True)]
@@ -218,6 +218,21 @@ class ClassArea(ReadOnlyModel):
     hectares: float | None
 
 
+class ValueRange(ReadOnlyModel):
+    """The values of a regression, over the pixels that are not nodata.
+
+    Attributes:
+        name: e.g. `above-ground biomass`.
+        unit: e.g. `Mg/ha`; None: unknown.
+    """
+
+    name: str
+    unit: str | None
+    minimum: float
+    mean: float
+    maximum: float
+
+
 class GeoFile(ReadOnlyModel):
     """An output after the first.
 
@@ -246,7 +261,8 @@ class GeoAnswer(ReadOnlyModel):
             x = a * column + b * row + c and y = d * column + e * row + f; None: the raster has none.
         width: pixels.
         height: pixels.
-        classes: areas, in the order of the classes' values.
+        classes: areas, in the order of the classes' values; none of a regression.
+        value: of a regression; None: the model gives classes.
         nodata_pixels: number of pixels without data.
         notes: assumptions and missing information: a code, a colon, a sentence.
         files: the other outputs.
@@ -262,6 +278,7 @@ class GeoAnswer(ReadOnlyModel):
     width: int
     height: int
     classes: tuple[ClassArea, ...]
+    value: ValueRange | None = None
     nodata_pixels: int
     notes: tuple[str, ...] = ()
     files: tuple[GeoFile, ...] = ()

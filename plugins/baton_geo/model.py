@@ -29,7 +29,7 @@ from vllm.multimodal.processing import (
 )
 from vllm.sequence import IntermediateTensors
 
-from baton_geo.prithvi import PrithviConfig, PrithviSegmenter, load
+from baton_geo.prithvi import PrithviConfig, PrithviSegmenter, card_of, load
 
 MODALITY = "image"
 PIXELS, TIMES, PLACES = "pixel_values", "temporal_coords", "location_coords"
@@ -39,10 +39,14 @@ class TileShapes:
     """The shapes of the fields of a model's tiles.
 
     vLLM runs several tiles in one step, so all tiles have the same shapes.
+
+    Raises:
+        ValueError: the card's tile does not suit the model.
     """
 
     def __init__(self, config: PrithviConfig, tile: int) -> None:
         pixels = (config.in_chans, config.num_frames, tile, tile)
+        config.check_pixels((1, *pixels))
         self.fields: dict[str, tuple[int, ...]] = {PIXELS: pixels}
         if "time" in config.coords_encoding:
             self.fields[TIMES] = (config.num_frames, 2)
@@ -106,8 +110,7 @@ class PrithviProcessingInfo(BaseProcessingInfo):
     def shapes(self) -> TileShapes:
         hf_config = self.get_hf_config()
         config = PrithviConfig.from_hf(hf_config.to_dict())
-        card = getattr(hf_config, "baton_geo", None) or {}
-        return TileShapes(config, int(card.get("tile", config.img_size[-1])))
+        return TileShapes(config, card_of(hf_config.to_dict()).tile)
 
     def get_data_parser(self) -> MultiModalDataParser:
         return TileParser(self.shapes, expected_hidden_size=self._get_expected_hidden_size())

@@ -22,8 +22,15 @@ from vllm.outputs import PoolingRequestOutput
 from vllm.plugins.io_processors.interface import IOProcessor
 from vllm.renderers import BaseRenderer
 
-from baton_geo.contract import GeoAnswer, GeoRequest, UploadRequest, geo_request, options_of_query
-from baton_geo.errors import RasterTooLarge
+from baton_geo.contract import (
+    GeoAnswer,
+    GeoOptions,
+    GeoRequest,
+    UploadRequest,
+    geo_request,
+    options_of_query,
+)
+from baton_geo.errors import RasterTooLarge, RequestInvalid
 from baton_geo.prithvi import PrithviConfig, card_of
 from baton_geo.raster.decoders import Decoders
 from baton_geo.raster.messages import SceneRequest
@@ -36,6 +43,8 @@ Result = TypeVar("Result")
 
 
 PluginRequest = GeoRequest | UploadRequest
+CLASS_OUTPUTS = ("mask", "probabilities", "preview", "scene", "classes")
+VALUE_OUTPUTS = ("value", "preview", "scene", "classes")
 
 
 @dataclass(frozen=True)
@@ -167,6 +176,11 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
         self, raster: Spooled, request: PluginRequest, request_id: str | None, shown: bool
     ) -> RunningScene:
         options = request.options if isinstance(request, UploadRequest) else request
+        try:
+            options = self._with_outputs(options)
+        except BaseException:
+            raster.close()
+            raise
         asked = SceneRequest(
             card=self._card,
             limits=self._settings.limits,
@@ -178,18 +192,35 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
             preview=shown or "preview" in options.outputs,
             scene="scene" in options.outputs,
             classes="classes" in options.outputs,
+            value="value" in options.outputs,
         )
         try:
             scene = self._decoders.open(raster.path, asked)
         except BaseException:
             raster.close()
             raise
-        running = RunningScene(scene, options, request_id, raster)
+        running = RunningScene(scene, options, request_id, raster, self._card.value)
         self._scenes.add(running)
         return running
 
     def _fields(self, running: RunningScene) -> dict[str, Any]:
-        return self._coordinates.of(running.options, running.scene.info)
+        fields, running.notes = self._coordinates.of(running.options, running.scene.info)
+        return fields
+
+    def _with_outputs(self, options: GeoOptions) -> GeoOptions:
+        """Refuse outputs that this kind of model does not give; a regression's `mask` is its `value`."""
+        known = CLASS_OUTPUTS
+        if self._card.value is not None:
+            known = VALUE_OUTPUTS
+            named = ("value" if output == "mask" else output for output in options.outputs)
+            options = options.model_copy(update={"outputs": tuple(dict.fromkeys(named))})
+        for output in options.outputs:
+            if output not in known:
+                raise RequestInvalid(
+                    f"data.outputs: {output} is not among what this model gives: {', '.join(known)}",
+                    param="data.outputs",
+                )
+        return options
 
     async def post_process_async(
         self,

@@ -35,7 +35,7 @@ class PrithviHfConfig(PretrainedConfig):
 
 
 class PrithviConfigParser(ConfigParserBase):
-    """The parser for `--config-format baton_prithvi`: published models without `model_type`.
+    """The parser for `--config-format baton_prithvi`: published models, as they are.
 
     Without it, transformers takes them for timm models and requires timm.
     """
@@ -50,6 +50,8 @@ class PrithviConfigParser(ConfigParserBase):
     ) -> tuple[dict[str, Any], PretrainedConfig]:
         read, _ = PretrainedConfig.get_config_dict(model, revision=revision)
         read["model_type"] = MODEL_TYPE
+        if not set(read.get("architectures") or ()) <= set(ARCHITECTURES):
+            read["architectures"] = [ARCHITECTURES[0]]  # `Terratorch` would ask for that package
         return read, PrithviHfConfig.from_dict(read)
 
 

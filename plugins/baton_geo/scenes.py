@@ -20,10 +20,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from baton_geo.contract import ClassArea, GeoAnswer, GeoFile, GeoOptions
-from baton_geo.errors import RasterUnusable, RequestInvalid
+from baton_geo.card import MapValue
+from baton_geo.contract import ClassArea, GeoAnswer, GeoFile, GeoOptions, ValueRange
+from baton_geo.errors import RequestInvalid
 from baton_geo.prithvi import PrithviConfig
-from baton_geo.raster.messages import ClassCount, Products, SceneInfo
+from baton_geo.raster.messages import ClassCount, Products, SceneInfo, note
 
 SERIALS = 2**31 - 2
 """Number of serial numbers: token ids are int32, and 0 is not used."""
@@ -33,6 +34,7 @@ MEDIA_TYPES = {
     "preview": "image/png",
     "scene": "image/png",
     "classes": "image/png",
+    "value": "image/tiff",
 }
 PIECE = 3 * 128 * 1024
 
@@ -49,6 +51,7 @@ class RunningScene:
         scene: the raster, opened in its process.
         request_id: of the server that runs the plugin; None offline.
         began: start, seconds on the monotonic clock.
+        notes: assumptions that are the gateway's and not the raster process's.
         serials: serial numbers of prompts whose output has not come back.
     """
 
@@ -56,6 +59,8 @@ class RunningScene:
     options: GeoOptions
     request_id: str | None
     raster: Closeable
+    value: MapValue | None = None
+    notes: tuple[str, ...] = ()
     began: float = field(default_factory=time.monotonic)
     serials: set[int] = field(default_factory=set)
 
@@ -132,6 +137,10 @@ class RunningScenes:
         return len(self._running)
 
 
+UNKNOWN_DAY, UNKNOWN_PLACE = (0, 0), (999.0, 999.0)
+"""Coordinates of tiles whose scene has none: the encoder adds nothing for them."""
+
+
 class Coordinates:
     """Dates and places for models with temporal or location embeddings."""
 
@@ -140,30 +149,38 @@ class Coordinates:
         self._time = "time" in config.coords_encoding
         self._place = "location" in config.coords_encoding
 
-    def of(self, options: GeoOptions, info: SceneInfo) -> dict[str, torch.Tensor]:
+    def of(self, options: GeoOptions, info: SceneInfo) -> tuple[dict[str, torch.Tensor], tuple[str, ...]]:
         """Make the fields for every tile of a scene: from the request, else from the file.
+
+        The published models are trained with a part of the dates and places left out, and clients of the
+        published plugins send none: where they are unknown the model answers without them, with a note.
 
         Raises:
             RequestInvalid: the number of dates is not the number of the model's time steps.
-            RasterUnusable: neither the request nor the file has the date or place.
         """
-        fields = {}
+        fields, notes = {}, []
         if self._time:
-            fields["temporal_coords"] = torch.tensor(self._days(options, info), dtype=torch.float32)
+            days = self._days(options, info)
+            fields["temporal_coords"] = torch.tensor(
+                days or [UNKNOWN_DAY] * self._frames, dtype=torch.float32
+            )
+            if days is None:
+                text = f"the model takes the dates of its {self._frames} time steps, and neither the request "
+                notes.append(note("no_dates", text + "(dates) nor the file has them; it works without"))
         if self._place:
-            fields["location_coords"] = torch.tensor(_place(options, info), dtype=torch.float32)
-        return fields
+            place = _place(options, info)
+            fields["location_coords"] = torch.tensor(place or UNKNOWN_PLACE, dtype=torch.float32)
+            if place is None:
+                text = "the model takes the place, and neither the request (location) nor the file has it"
+                notes.append(note("no_location", f"{text}; it works without"))
+        return fields, tuple(notes)
 
-    def _days(self, options: GeoOptions, info: SceneInfo) -> list[tuple[int, int]]:
+    def _days(self, options: GeoOptions, info: SceneInfo) -> list[tuple[int, int]] | None:
         days = options.dates
         if days is None and self._frames == 1 and info.acquired is not None:
             days = (date.fromisoformat(info.acquired[:10]),)
         if days is None:
-            raise RasterUnusable(
-                f"This model needs the dates of its {self._frames} time steps, and the file has none: "
-                "add data.dates to the request.",
-                param="data.dates",
-            )
+            return None
         if len(days) != self._frames:
             raise RequestInvalid(
                 f"data.dates: {len(days)} given; this model has {self._frames} time steps.",
@@ -172,15 +189,11 @@ class Coordinates:
         return [(day.year, day.timetuple().tm_yday) for day in days]
 
 
-def _place(options: GeoOptions, info: SceneInfo) -> tuple[float, float]:
+def _place(options: GeoOptions, info: SceneInfo) -> tuple[float, float] | None:
     if options.location is not None:
         return options.location.latitude, options.location.longitude
     if info.latitude is None or info.longitude is None:
-        raise RasterUnusable(
-            "This model needs the place of the scene, and the file has no coordinate system: "
-            "add data.location to the request.",
-            param="data.location",
-        )
+        return None
     return info.latitude, info.longitude
 
 
@@ -217,9 +230,21 @@ class FinishedScene:
 
     def describe(self) -> tuple[str, tuple[str, Path] | None]:
         """Describe the areas in one line; with media type and path of the preview, if there is one."""
-        words = f"Areas: {', '.join(_area(area) for area in self.products.areas)}."
+        values = self._values()
+        words = (
+            f"Areas: {', '.join(_area(area) for area in self.products.areas)}."
+            if values is None
+            else f"{values.name}: {values.minimum:.4g} to {values.maximum:.4g}, mean {values.mean:.4g}"
+            f"{' ' + values.unit if values.unit else ''}."
+        )
         preview = self.products.preview
         return words, None if preview is None else (MEDIA_TYPES["preview"], preview)
+
+    def _values(self) -> ValueRange | None:
+        found, value = self.products.values, self.running.value
+        if found is None or value is None:
+            return None
+        return ValueRange(name=value.name, unit=value.unit, **found.model_dump())
 
     def answer(self) -> GeoAnswer:
         """Make the JSON answer."""
@@ -240,8 +265,9 @@ class FinishedScene:
             width=info.width,
             height=info.height,
             classes=areas,
+            value=self._values(),
             nodata_pixels=self.products.nodata_pixels,
-            notes=info.notes + self.products.notes,
+            notes=info.notes + self.running.notes + self.products.notes,
             files=tuple(GeoFile(name=name, media_type=kind, data=_text(path)) for name, kind, path in others),
         )
 

@@ -28,6 +28,7 @@ from baton_geo.contract import (
 )
 from baton_geo.errors import GeoError
 from baton_geo.prithvi import PrithviConfig, card_of
+from baton_geo.prithvi.terratorch import BACKBONES
 from baton_geo.raster.messages import NoteCode
 from baton_geo.raster.pixels.bands import KNOWN_BANDS
 from baton_geo.settings import GeoLimits, GeoSettings, geo_settings
@@ -171,17 +172,28 @@ def test_the_card_shown_is_one() -> None:
     assert config["io_processor_plugin"] == "baton_geo"
 
 
-def test_uper_net_is_refused_by_name() -> None:
-    """As the README says."""
-    config = json.loads(blocks("json")[0])
-    config["pretrained_cfg"]["model_args"]["decoder"] = "UperNetDecoder"
-    with pytest.raises(ValueError, match="'UperNetDecoder' is not supported, only FCNDecoder is"):
-        PrithviConfig.from_hf(config)
+def test_what_the_readme_says_is_refused_is_refused_by_name() -> None:
+    """TerraMind, another decoder and adapters."""
+    for key, value in (("backbone", "terramind_v1_base"), ("decoder", "smp_FPN"), ("peft_config", {"r": 4})):
+        config = json.loads(blocks("json")[0])
+        config["pretrained_cfg"]["model_args"][key] = value
+        with pytest.raises(ValueError, match=rf"model_args\.{key}: "):
+            PrithviConfig.from_hf(config)
+
+
+def test_the_backbones_named_are_the_codes() -> None:
+    """Each published backbone stands in the table of what is taken."""
+    (row,) = [line for line in TEXT.splitlines() if line.startswith("| backbone |")]
+    for name in BACKBONES:
+        if name.startswith("prithvi_eo"):
+            assert f"`{name}`" in row or f"`_{name.rsplit('_', 1)[1]}`" in row or name.endswith("_tl")
 
 
 def test_the_settings_shown_are_settings() -> None:
     """In Baton's TOML and on plain vLLM's command line."""
-    (toml,) = blocks("toml")
+    published, toml = blocks("toml")
+    (engine,) = tomllib.loads(published)["engines"]
+    assert geo_settings(engine["args"]["additional_config"]).allowed_hosts == ("huggingface.co", "*.hf.co")
     (engine,) = tomllib.loads(toml)["engines"]
     assert geo_settings(engine["args"]["additional_config"]).limits.pixels == 36_000_000
     command = server_command()

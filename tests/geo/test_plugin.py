@@ -12,13 +12,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import rasterio
+import torch
+from geo.prithvi.published import REGRESSION
 from geo.raster.made import write_tiff
 from geo.sources.hosts import left
 
+from baton_geo.contract import GeoAnswer
+from baton_geo.errors import RequestInvalid
 from baton_geo.plugin import GeoProcessor
 from training.flood_tiny.predict import SHIPPED
 
-Start = Callable[[Path], GeoProcessor]
+Start = Callable[..., GeoProcessor]
 
 
 @pytest.fixture
@@ -26,8 +31,8 @@ def start() -> Iterator[Start]:
     """Start the processor of the shipped model with a spool folder, as vLLM does."""
     started: list[GeoProcessor] = []
 
-    def starting(spool: Path) -> GeoProcessor:
-        config = json.loads((SHIPPED / "config.json").read_text())
+    def starting(spool: Path, config: dict[str, Any] | None = None) -> GeoProcessor:
+        config = config or json.loads((SHIPPED / "config.json").read_text())
         model = SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: config))
         settings = {"baton_geo": {"spool": str(spool)}}
         vllm: Any = SimpleNamespace(model_config=model, additional_config=settings)
@@ -92,3 +97,49 @@ def test_scale_and_offset_reach_the_raster(start: Start, tmp_path: Path) -> None
         by_query(shifted, scale="1e-4", offset="-0.1"),
     ):
         np.testing.assert_allclose(got, expected, atol=1e-4)
+
+
+def regression() -> dict[str, Any]:
+    """A published regression, of small tiles."""
+    config: dict[str, Any] = json.loads(json.dumps(REGRESSION["biomassters"]))
+    args = config["pretrained_cfg"]["model"]["init_args"]["model_args"]
+    args |= {"backbone": "prithvi_eo_v1_100", "backbone_img_size": 64, "backbone_num_frames": 1}
+    args["necks"] = [{"name": "ReshapeTokensToImage"}]
+    return config
+
+
+def outputs(data: GeoAnswer) -> list[str]:
+    return [data.format, *(file.name for file in data.files)]
+
+
+def test_a_regressions_answer_is_its_values(start: Start, tmp_path: Path) -> None:
+    """Asked for as a mask, as published clients do, or by name; with unit and range, and pictures of it."""
+    processor = start(tmp_path, regression())
+    path = write_tiff(tmp_path / "a.tif", np.full((6, 64, 64), 1500, "int16"))
+    for asked in (["mask"], ["value", "preview", "classes"]):
+        request = {"data": path.read_bytes(), "data_format": "bytes", "outputs": asked}
+        (prompt,) = processor.pre_process(processor.parse_data(request))
+        serial = prompt["prompt_token_ids"]
+        made: Any = SimpleNamespace(data=torch.full((1, 64, 64), 0.5))
+        output: Any = SimpleNamespace(prompt_token_ids=serial, outputs=made)
+        answer = processor.post_process([output])
+        assert answer.value is not None
+        assert (answer.value.unit, answer.classes) == ("Mg/ha", ())
+        assert answer.value.mean == pytest.approx(0.5 * 72.21242 + 63.4584)
+        assert outputs(answer) == ["tiff", *(f"{name}.png" for name in asked[1:])]
+        with rasterio.MemoryFile(base64.b64decode(answer.data)) as memory, memory.open() as file:
+            assert file.dtypes == ("float32",)
+
+
+@pytest.mark.parametrize(("of_values", "output"), [(True, "probabilities"), (False, "value")])
+def test_an_output_of_the_other_kind_is_refused(
+    start: Start, tmp_path: Path, of_values: bool, output: str
+) -> None:
+    """A regression has no probabilities, a segmentation no values; the file is not kept."""
+    (tmp_path / "spool").mkdir()
+    processor = start(tmp_path / "spool", regression() if of_values else None)
+    path = write_tiff(tmp_path / "a.tif", np.full((6, 64, 64), 1500, "int16"))
+    request = {"data": path.read_bytes(), "data_format": "bytes", "outputs": [output]}
+    with pytest.raises(RequestInvalid, match=f"data.outputs: {output} is not among what this model gives"):
+        processor.pre_process(processor.parse_data(request))
+    assert left(tmp_path / "spool") == []

@@ -13,7 +13,7 @@ import torch
 from geo.raster.made import make_card, write_tiff
 
 from baton_geo.contract import GeoOptions, Location
-from baton_geo.errors import RasterUnusable, RequestInvalid
+from baton_geo.errors import RequestInvalid
 from baton_geo.prithvi import PrithviConfig
 from baton_geo.raster.decoders import Decoders
 from baton_geo.raster.messages import SceneInfo, SceneRequest
@@ -55,7 +55,7 @@ def scene(acquired: str | None = None, place: tuple[float, float] | None = None)
 
 
 def days(*dates: date) -> list[list[float]]:
-    fields = coordinates(len(dates), ["time"]).of(GeoOptions(dates=dates), scene())
+    fields = coordinates(len(dates), ["time"]).of(GeoOptions(dates=dates), scene())[0]
     assert fields["temporal_coords"].dtype == torch.float32
     days: list[list[float]] = fields["temporal_coords"].tolist()
     return days
@@ -75,18 +75,20 @@ def test_a_day_is_its_year_and_its_number_in_it() -> None:
 def test_one_time_step_has_the_files_date_where_the_request_has_none() -> None:
     """Of a date with or without an hour; the request's goes before it."""
     for acquired in ("2024-05-06", "2024-05-06T23:59:59"):
-        fields = coordinates(embeddings=["time"]).of(GeoOptions(), scene(acquired))
+        fields = coordinates(embeddings=["time"]).of(GeoOptions(), scene(acquired))[0]
         assert fields["temporal_coords"].tolist() == [[2024, 127]]
-    fields = coordinates(embeddings=["time"]).of(GeoOptions(dates=(date(2020, 1, 2),)), scene("2024-05-06"))
+    fields = coordinates(embeddings=["time"]).of(GeoOptions(dates=(date(2020, 1, 2),)), scene("2024-05-06"))[
+        0
+    ]
     assert fields["temporal_coords"].tolist() == [[2020, 2]]
 
 
 def test_a_place_is_latitude_and_longitude() -> None:
     """The request's, else the centre of the scene."""
-    fields = coordinates(embeddings=["location"]).of(GeoOptions(), scene(place=(45.5, -8.25)))
+    fields = coordinates(embeddings=["location"]).of(GeoOptions(), scene(place=(45.5, -8.25)))[0]
     assert fields["location_coords"].tolist() == [45.5, -8.25]
     options = GeoOptions(location=Location(latitude=-33.5, longitude=151.25))
-    fields = coordinates(embeddings=["location"]).of(options, scene(place=(45.5, -8.25)))
+    fields = coordinates(embeddings=["location"]).of(options, scene(place=(45.5, -8.25)))[0]
     assert fields["location_coords"].tolist() == [-33.5, 151.25]
 
 
@@ -96,27 +98,25 @@ def test_a_place_is_latitude_and_longitude() -> None:
 )
 def test_a_model_gets_the_coordinates_it_encodes(embeddings: tuple[str, ...], names: set[str]) -> None:
     """And nothing that it does not."""
-    fields = coordinates(embeddings=embeddings).of(GeoOptions(), scene("2024-05-06", (1.0, 2.0)))
+    fields = coordinates(embeddings=embeddings).of(GeoOptions(), scene("2024-05-06", (1.0, 2.0)))[0]
     assert fields.keys() == names
 
 
-@pytest.mark.parametrize(
-    ("frames", "options", "error", "param"),
-    [
-        (1, GeoOptions(), RasterUnusable, "data.dates"),
-        (2, GeoOptions(dates=(date(2024, 1, 1),)), RequestInvalid, "data.dates"),
-        (1, GeoOptions(dates=(date(2024, 1, 1),)), RasterUnusable, "data.location"),
-    ],
-)
-def test_what_nobody_says_is_asked_for(
-    frames: int, options: GeoOptions, error: type[RasterUnusable | RequestInvalid], param: str
-) -> None:
-    """By the name of the field to add; of several time steps the file's one date is not enough."""
-    with pytest.raises(error) as caught:
-        coordinates(frames).of(options, scene("2024-01-01" if frames > 1 else None))
-    assert caught.value.param == param
-    with pytest.raises(RasterUnusable, match="dates of its 2 time steps"):
-        coordinates(2).of(GeoOptions(), scene("2024-01-01"))
+def test_a_wrong_number_of_dates_is_refused() -> None:
+    """By the name of the field."""
+    with pytest.raises(RequestInvalid) as caught:
+        coordinates(2).of(GeoOptions(dates=(date(2024, 1, 1),)), scene("2024-01-01"))
+    assert caught.value.param == "data.dates"
+
+
+def test_what_nobody_says_is_left_out_with_a_note() -> None:
+    """Published clients send neither; of several time steps the file's one date is not enough."""
+    fields, notes = coordinates(2).of(GeoOptions(), scene("2024-01-01"))
+    assert fields["temporal_coords"].tolist() == [[0, 0], [0, 0]]
+    assert fields["location_coords"].tolist() == [999, 999]
+    assert [text.partition(":")[0] for text in notes] == ["no_dates", "no_location"]
+    fields, notes = coordinates(1).of(GeoOptions(), scene("2024-01-01", (1.0, 2.0)))
+    assert notes == ()
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_longitudes_of_a_grid_from_0_to_360_are_wrapped(
     grid = rasterio.Affine(0.1, 0, west, 0, -0.1, 46.0)
     path = write_tiff(tmp_path / "a.tif", np.ones((1, 10, 10), "uint8"), crs="EPSG:4326", transform=grid)
     with decoders.open(path, SceneRequest(card=make_card())) as opened:
-        fields = coordinates(embeddings=["location"]).of(GeoOptions(), opened.info)
+        fields = coordinates(embeddings=["location"]).of(GeoOptions(), opened.info)[0]
     assert fields["location_coords"].tolist() == pytest.approx([45.5, longitude], abs=1e-4)
 
 

@@ -87,5 +87,5 @@ def config_json(rasters: Card) -> dict[str, Any]:
             "std": [band.std for band in rasters.bands],
             "segmentation": SEGMENTATION,
         },
-        "baton_geo": rasters.model_dump(mode="json"),
+        "baton_geo": rasters.model_dump(mode="json", exclude_none=True),
     }

@@ -1,7 +1,8 @@
-"""The Prithvi-EO family of models in plain torch: configuration, encoder, FCN decoder, checkpoints."""
+"""The Prithvi-EO family of models in plain torch: configuration, encoder, decoders, checkpoints."""
 
+from baton_geo.prithvi.cards import card_of
 from baton_geo.prithvi.checkpoint import load
-from baton_geo.prithvi.config import DecoderConfig, PrithviConfig, card_of
+from baton_geo.prithvi.config import DecoderConfig, PrithviConfig
 from baton_geo.prithvi.model import PrithviSegmenter
 
 __all__ = ["DecoderConfig", "PrithviConfig", "PrithviSegmenter", "card_of", "load"]

@@ -19,7 +19,7 @@ TABLES = ("state_dict", "model_state_dict", "model")
 WRAPPERS = ("module.", "model.", "_orig_mod.")
 TIMM_WRAPPER = "_timm_module."  # between `encoder.` and the rest of the name
 ENCODER = "encoder."
-OF_A_SEGMENTER = (ENCODER, "decoder.", "head.", "skip.")
+OF_A_SEGMENTER = (ENCODER, "neck.", "decoder.", "head.", "skip.")
 # The pre-training's decoder, with the names of 2.0 and of 1.0; then weights that only training uses.
 DROPPED = (
     "decoder.decoder_", "decoder.mask_token", "decoder.temporal_embed_dec.", "decoder.location_embed_dec.",
@@ -27,6 +27,10 @@ DROPPED = (
     "criterion.", "aux_heads.",
 )  # fmt: skip
 POSITIONS = "encoder.pos_embed"
+MEASURED = (
+    ".running_mean",
+    ".running_var",
+)  # of batch norms: no parameters, but without them scores are nonsense
 LISTED = 5
 
 
@@ -79,7 +83,8 @@ def load(model: PrithviSegmenter, weights: Iterable[tuple[str, Tensor | Mapping[
             loaded.add(name)
         elif name != POSITIONS:
             wrong.append(f"{published}: shape {tuple(tensor.shape)}, must be {tuple(targets[name].shape)}")
-    needed = {name for name, _ in model.named_parameters()}
+    measured = {name for name in targets if name.endswith(MEASURED)}
+    needed = {name for name, _ in model.named_parameters()} | measured
     wrong += [f"{name}: missing" for name in sorted(needed - loaded)]
     if wrong:
         more = f"; and {len(wrong) - LISTED} more" if len(wrong) > LISTED else ""

@@ -5,8 +5,7 @@
    `{"decoder": "FCNDecoder", "num_classes": 2, "channels": 256, "num_convs": 4, "head_channels": [],
    "skip": false}`. (Not `decoder` at the top: transformers would take that for a text model's configuration.)
 2. TerraTorch's fine-tuned models: `pretrained_cfg.model_args`, or `pretrained_cfg.model.init_args.model_args`
-   as its vLLM guide has it: `backbone` is a published model's name, `backbone_*` change it, `decoder`,
-   `decoder_*`, `head_*`, `necks` and `num_classes` are the rest.
+   as its vLLM guide has it; see `terratorch.py`.
 3. The first release of 1.0 (`Prithvi_100M_config.yaml`): `model_args` holds sizes, with an integer
    `patch_size` and `tubelet_size`; `train_params` holds bands, means and deviations.
 """
@@ -14,70 +13,84 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from baton_geo.card import Band, Card, ClassLabel, ReadOnlyModel
+from baton_geo.card import ReadOnlyModel
+from baton_geo.prithvi.terratorch import as_list, channels, read_model
 
 Coordinates = Literal["time", "location"]
-GREYS = 220
-"""The lightest grey of classes without a colour."""
 ENCODER_KEYS = (
     "img_size", "num_frames", "patch_size", "in_chans", "embed_dim", "depth", "num_heads", "mlp_ratio",
     "coords_encoding", "coords_scale_learn", "norm_eps", "bands", "mean", "std",
 )  # fmt: skip
-PLAIN_BANDS = ("BLUE", "GREEN", "RED", "NIR_NARROW", "SWIR_1", "SWIR_2")
-BOTH_COORDINATES = {"coords_encoding": ("time", "location"), "coords_scale_learn": True}
-PLAIN: Mapping[str, Any] = {"img_size": 224, "num_frames": 1, "patch_size": (1, 16, 16), "bands": PLAIN_BANDS}
-BASE = {"embed_dim": 768, "depth": 12, "num_heads": 12}
-LARGE = {"embed_dim": 1024, "depth": 24, "num_heads": 16}
-HUGE = {"embed_dim": 1280, "depth": 32, "num_heads": 16, "patch_size": (1, 14, 14)}
-# The published models, by TerraTorch's names for them.
-BACKBONES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "prithvi_eo_tiny": {"embed_dim": 256, "depth": 4, "num_heads": 4},
-        "prithvi_eo_v1_100": BASE,
-        "prithvi_eo_v2_tiny_tl": {"embed_dim": 192, "depth": 12, "num_heads": 3, **BOTH_COORDINATES},
-        "prithvi_eo_v2_100": BASE,
-        "prithvi_eo_v2_100_tl": BASE | BOTH_COORDINATES,
-        "prithvi_eo_v2_300": LARGE,
-        "prithvi_eo_v2_300_tl": LARGE | BOTH_COORDINATES,
-        "prithvi_eo_v2_600": HUGE,
-        "prithvi_eo_v2_600_tl": HUGE | BOTH_COORDINATES,
-    }
-)
-FCN_NAMES = ("fcn", "FCNDecoder")
 SEGMENTATION_KEYS = frozenset(
     {"decoder", "num_classes", "channels", "num_convs", "head_channels", "dropout", "skip", "skip_channels"}
 )
 
 
 class DecoderConfig(ReadOnlyModel):
-    """The FCN segmentation decoder.
+    """What follows the encoder: necks, decoder and head, in TerraTorch's words.
 
     Attributes:
-        num_classes: scores per pixel.
-        channels: width after each doubling of the resolution; the published decoder has four equal ones.
+        kind: FCN, UPerNet or U-Net.
+        task: `segmentation` has a score per class and pixel, `regression` one value per pixel.
+        num_classes: scores per pixel; 1 for regression.
+        channels: widths. Of the FCN after each doubling of the resolution, of the U-Net after each step, of
+            UPerNet one for all.
         head_channels: widths of the 3 x 3 convolutions before the scores; published as `head_channel_list`.
+        blocks: the encoder's blocks whose tokens the decoder takes; -1 is the last.
+        pyramid: place of the neck `LearnedInterpolateToPyramidal` in the list of necks, which is a part of
+            its parameters' names; None: there is none.
+        pool_scales: sides of UPerNet's pooled contexts, in pixels.
+        align_corners: whether UPerNet's interpolation maps corners to corners.
+        scale_modules: whether UPerNet itself makes a pyramid of four features.
+        batch_norm: whether the U-Net has batch norm.
+        upscale: learned doublings of the resolution before a regression's value.
+        final_act: activation after a regression's value, torch's name.
         skip: whether a convolution over the raw pixels joins the decoder's features before the head, for
             edges sharper than a patch; not in the published models.
         skip_channels: width of that convolution.
     """
 
+    kind: Literal["fcn", "upernet", "unet"] = "fcn"
+    task: Literal["segmentation", "regression"] = "segmentation"
     num_classes: int = Field(ge=1, le=1024)
-    channels: tuple[int, ...] = Field((256, 256, 256, 256), min_length=1, max_length=8)
+    channels: tuple[int, ...] = Field((256, 256, 256, 256), min_length=1, max_length=64)
     head_channels: tuple[int, ...] = Field((), max_length=8)
+    blocks: tuple[int, ...] = Field((-1,), min_length=1, max_length=64)
+    pyramid: int | None = None
+    pool_scales: tuple[int, ...] = Field((1, 2, 3, 6), min_length=1, max_length=16)
+    align_corners: bool = True
+    scale_modules: bool = False
+    batch_norm: bool = True
+    upscale: int = Field(0, ge=0, le=8)
+    final_act: Literal["Identity", "ReLU", "Sigmoid", "Softplus", "Tanh"] = "Identity"
     skip: bool = False
     skip_channels: int = Field(32, ge=1, le=4096)
 
-    @field_validator("channels", "head_channels")
+    @field_validator("channels", "head_channels", "pool_scales")
     @classmethod
     def _are_positive(cls, value: tuple[int, ...]) -> tuple[int, ...]:
         if any(channels < 1 for channels in value):
             raise ValueError("channels must be at least 1")
         return value
+
+    @model_validator(mode="after")
+    def _features_fit(self) -> DecoderConfig:
+        count = len(self.blocks)
+        if self.kind == "unet" and len(self.channels) != count:
+            raise ValueError(f"channels: {len(self.channels)} for {count} features; the U-Net takes one each")
+        if (self.pyramid is not None and count != 4) or (self.scale_modules and count < 4):
+            raise ValueError(f"blocks: {count}; a pyramid is made of 4")
+        return self
+
+    def enlarged(self) -> int:
+        """Compute how many times larger than the grid of patches the decoder's image is."""
+        if self.kind == "fcn":
+            return 2 ** (len(self.channels) + self.upscale)
+        return (4 if self.pyramid is not None or self.scale_modules else 1) * 2**self.upscale
 
 
 class PrithviConfig(ReadOnlyModel):
@@ -123,13 +136,14 @@ class PrithviConfig(ReadOnlyModel):
             ValueError: a key is missing or wrong, or the model is of another kind; the message names the key.
         """
         try:
-            made = cls.model_validate(read_layout(config))
+            made = cls.model_validate(_read_layout(config))
         except ValidationError as error:
             first = error.errors()[0]
             key = ".".join(str(part) for part in first["loc"])
             where = f"config.json: {key}: " if key else "config.json: "
             raise ValueError(where + first["msg"].removeprefix("Value error, ")) from None
-        check_necks(config, depth=made.depth, times=made.grid[0])
+        if tables_of(config)[1].get("rescale", True) is not True and made.decoder is not None:
+            made._check_needs_no_rescaling(made.decoder)
         return made
 
     @property
@@ -155,14 +169,29 @@ class PrithviConfig(ReadOnlyModel):
             ValueError: the shape has not five dimensions, a wrong number of bands, or a size that is not a
                 multiple of the patch size.
         """
-        if len(shape) != 5 or shape[1] != self.in_chans:
-            wanted = f"(batch, {self.in_chans} bands, time, height, width)"
-            raise ValueError(f"pixel_values: shape {tuple(shape)}, must be {wanted}")
+        self._check_bands(shape)
         for size, patch, axis in zip(shape[2:], self.patch_size, ("time", "height", "width"), strict=True):
             if size < patch or size % patch:
                 raise ValueError(f"pixel_values: {axis} {size} is not a multiple of the patch size {patch}")
         time, height, width = self.patch_size
         return shape[2] // time, shape[3] // height, shape[4] // width
+
+    def check_pixels(self, shape: Sequence[int]) -> None:
+        """Refuse pixels that cannot be filled up to whole patches.
+
+        Raises:
+            ValueError: the shape has not five dimensions, a wrong number of bands, or a side of one patch or
+                less.
+        """
+        self._check_bands(shape)
+        for size, patch, axis in zip(shape[3:], self.patch_size[1:], ("height", "width"), strict=True):
+            if size <= patch:
+                raise ValueError(f"pixel_values: {axis} {size} must be larger than the patch size {patch}")
+
+    def _check_bands(self, shape: Sequence[int]) -> None:
+        if len(shape) != 5 or shape[1] != self.in_chans:
+            wanted = f"(batch, {self.in_chans} bands, time, height, width)"
+            raise ValueError(f"pixel_values: shape {tuple(shape)}, must be {wanted}")
 
     @model_validator(mode="after")
     def _fits_together(self) -> PrithviConfig:
@@ -188,42 +217,25 @@ class PrithviConfig(ReadOnlyModel):
                 raise ValueError(f"{key}: {count} values for in_chans {self.in_chans}")
         return self
 
-
-def card_of(hf_config: Mapping[str, Any]) -> Card:
-    """Read the card in a model's config.json, or make a plain one from a published configuration.
-
-    Raises:
-        ValueError: config.json has neither a `baton_geo` table nor means, deviations and a decoder.
-    """
-    if (table := hf_config.get("baton_geo")) is not None:
-        return Card.model_validate(table)
-    config = PrithviConfig.from_hf(hf_config)
-    published = hf_config["pretrained_cfg"]
-    names = published.get("bands") or [f"band {number + 1}" for number in range(config.in_chans)]
-    means, stds = published.get("mean"), published.get("std")
-    if means is None or stds is None or config.decoder is None:
-        raise ValueError("config.json: has neither a `baton_geo` table nor `mean`, `std` and a decoder")
-    bands = tuple(
-        Band(name=str(name), mean=mean, std=std) for name, mean, std in zip(names, means, stds, strict=True)
-    )
-    count = config.decoder.num_classes
-    labels = tuple(
-        ClassLabel(name=f"class {value}", colour=(GREYS - GREYS * value // count,) * 3)
-        for value in range(count)
-    )
-    tile = config.img_size[-1]
-    return Card(bands=bands, classes=labels, frames=config.num_frames, tile=tile, overlap=tile // 8)
+    def _check_needs_no_rescaling(self, decoder: DecoderConfig) -> None:
+        sides = set(self.patch_size[1:])
+        if sides != {decoder.enlarged()}:
+            raise ValueError(
+                f"config.json: model_args.rescale: must be true: the decoder's image is {decoder.enlarged()} "
+                f"times the patches' grid, and a patch has {' x '.join(map(str, self.patch_size[1:]))} pixels"
+            )
 
 
-def read_layout(config: Mapping[str, Any]) -> dict[str, Any]:
+def _read_layout(config: Mapping[str, Any]) -> dict[str, Any]:
     """Read the values of `PrithviConfig`, unchecked, from a config.json of any layout above.
 
     Raises:
         ValueError: config.json has none of the layouts, or the model is of another kind.
     """
-    held, finetuned = _held(config)
+    held, finetuned = tables_of(config)
     if "backbone" in finetuned:
-        return _terratorch(finetuned)
+        read = read_model(held, finetuned)
+        return _sizes(read) | {"decoder": read["decoder"]}
     if "embed_dim" in finetuned:
         return _sizes({**finetuned, **_train_params(held)}) | _segmentation(held)
     if "embed_dim" in held:
@@ -231,37 +243,15 @@ def read_layout(config: Mapping[str, Any]) -> dict[str, Any]:
     raise ValueError("config.json: pretrained_cfg.embed_dim: missing; this is no Prithvi-EO model's")
 
 
-def check_necks(config: Mapping[str, Any], *, depth: int, times: int) -> None:
-    """Refuse TerraTorch necks other than the FCN decoder's here, which takes the last block as an image.
-
-    Raises:
-        ValueError: a neck is not supported; the message names it.
-    """
-    necks = _listed(_held(config)[1].get("necks") or [], "model_args.necks")
-    for place, neck in enumerate(necks):
-        key = f"config.json: model_args.necks.{place}"
-        name = neck.get("name") if isinstance(neck, Mapping) else None
-        if name == "SelectIndices":
-            chosen = _listed(neck.get("indices"), f"{key}.indices")
-            if not chosen or chosen[-1] not in (-1, depth - 1):
-                raise ValueError(f"{key}.indices: the last must be the last block's, {depth - 1}")
-        elif name == "ReshapeTokensToImage":
-            if neck.get("remove_cls_token", True) is not True:
-                raise ValueError(f"{key}.remove_cls_token: must be true")
-            if neck.get("effective_time_dim", 1) != times:
-                raise ValueError(f"{key}.effective_time_dim: must be {times}, the patches in time")
-        else:
-            raise ValueError(f"{key}.name: {name!r} is not supported")
+def tables_of(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Find the table that describes the model, and TerraTorch's or the first release's `model_args` in it."""
+    held = table_of(config, "pretrained_cfg") or config
+    task = table_of(table_of(held, "model"), "init_args")
+    return held, table_of(task, "model_args") or table_of(held, "model_args")
 
 
-def _held(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Find the table that describes the model, and TerraTorch's or the first release's table in it."""
-    held = _table(config, "pretrained_cfg") or config
-    task = _table(_table(held, "model"), "init_args")
-    return held, _table(task, "model_args") or _table(held, "model_args")
-
-
-def _table(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+def table_of(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Return a table of config.json; an empty one where there is none."""
     value = config.get(key)
     if value is None:
         return {}
@@ -277,7 +267,7 @@ def _sizes(held: Mapping[str, Any]) -> dict[str, Any]:
     if "patch_size" in found:
         found["patch_size"] = _patch(found["patch_size"], held.get("tubelet_size", 1))
     if "bands" in found:
-        found["bands"] = [str(band) for band in _listed(found["bands"], "bands")]
+        found["bands"] = [str(band) for band in as_list(found["bands"], "bands")]
     return found
 
 
@@ -291,74 +281,23 @@ def _patch(value: Any, time: Any) -> Any:
     return (time, *value) if isinstance(value, list | tuple) and len(value) == 2 else value
 
 
-def _listed(value: Any, key: str) -> list[Any]:
-    if not isinstance(value, list | tuple):
-        raise ValueError(f"config.json: {key}: must be a list")
-    return list(value)
-
-
 def _train_params(held: Mapping[str, Any]) -> dict[str, Any]:
-    params = _table(held, "train_params")
+    params = table_of(held, "train_params")
     names = {"bands": "bands", "data_mean": "mean", "data_std": "std"}
     return {ours: params[theirs] for theirs, ours in names.items() if theirs in params}
 
 
 def _segmentation(held: Mapping[str, Any]) -> dict[str, Any]:
-    table = _table(held, "segmentation")
+    table = table_of(held, "segmentation")
     if not table:
         return {}
     unknown = sorted(set(table) - SEGMENTATION_KEYS)
     if unknown:
         raise ValueError(f"config.json: segmentation.{unknown[0]}: unknown")
-    _require_fcn(table.get("decoder", "fcn"), "segmentation.decoder")
+    if (name := table.get("decoder", "fcn")) not in ("fcn", "FCNDecoder"):
+        raise ValueError(f"config.json: segmentation.decoder: {name!r} is not supported, only FCNDecoder is")
     decoder = {
         key: table[key] for key in ("num_classes", "head_channels", "skip", "skip_channels") if key in table
     }
-    decoder["channels"] = _channels(table.get("channels", 256), table.get("num_convs"), "segmentation.")
+    decoder["channels"] = channels(table.get("channels", 256), table.get("num_convs"), "segmentation.")
     return {"decoder": decoder}
-
-
-def _require_fcn(name: Any, key: str) -> None:
-    if name not in FCN_NAMES:
-        raise ValueError(f"config.json: {key}: {name!r} is not supported, only FCNDecoder is")
-
-
-def _channels(channels: Any, count: Any, key: str) -> list[Any]:
-    if isinstance(channels, int):
-        count = 4 if count is None else count
-        if not isinstance(count, int) or not 1 <= count <= 8:
-            raise ValueError(f"config.json: {key}num_convs: must be 1 to 8")
-        return [channels] * count
-    listed = _listed(channels, f"{key}channels")
-    if count is not None and count != len(listed):
-        raise ValueError(f"config.json: {key}num_convs: {count}, but {len(listed)} channels")
-    return listed
-
-
-def _terratorch(args: Mapping[str, Any]) -> dict[str, Any]:
-    for key in ("decoder", "num_classes"):
-        if key not in args:
-            raise ValueError(f"config.json: model_args.{key}: missing")
-    _require_fcn(args["decoder"], "model_args.decoder")
-    if args.get("decoder_in_index", -1) != -1:
-        raise ValueError("config.json: model_args.decoder_in_index: must be -1, the last block")
-    decoder = {
-        "num_classes": args["num_classes"],
-        "channels": _channels(
-            args.get("decoder_channels", 256), args.get("decoder_num_convs"), "model_args.decoder_"
-        ),
-        "head_channels": args.get("head_channel_list") or (),
-    }
-    return _backbone(args) | {"decoder": decoder}
-
-
-def _backbone(args: Mapping[str, Any]) -> dict[str, Any]:
-    name = str(args["backbone"]).removeprefix("terratorch_")
-    if name not in BACKBONES:
-        known = ", ".join(BACKBONES)
-        raise ValueError(f"config.json: model_args.backbone: {name!r} is none of {known}")
-    changes = {
-        key: args[f"backbone_{key}"] for key in ENCODER_KEYS if args.get(f"backbone_{key}") is not None
-    }
-    sizes = {**PLAIN, **BACKBONES[name], **changes}
-    return _sizes({"in_chans": len(_listed(sizes["bands"], "model_args.backbone_bands")), **sizes})

@@ -9,6 +9,8 @@ Positions are a fixed 3-D sin-cos table, and encodings of date and place: the 1-
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -197,15 +199,15 @@ class PrithviEncoder(nn.Module):
     def forward(
         self, pixels: Tensor, temporal_coords: Tensor | None = None, location_coords: Tensor | None = None
     ) -> Tensor:
-        """Encode a batch.
+        """Encode a batch: the last block's tokens, after the last layer norm.
 
         Args:
             pixels: (B, C, T, H, W), normalised, in the dtype of the parameters. Any T, H and W that the
                 patch size divides: positions are interpolated for sizes other than `img_size`.
             temporal_coords: (B, T, 2) float32: year, day of the year (1 is 1 January). Not used if None, or
-                if the model has no time encoding.
+                if the model has no time encoding; of a batch, not where the year is 0.
             location_coords: (B, 2) float32: latitude, longitude in degrees. Not used if None, or if the model
-                has no location encoding.
+                has no location encoding; of a batch, not where the latitude is none.
 
         Returns:
             (B, 1 + t * h * w, D) in the dtype of `pixels`: the class token, then the patches by time, row,
@@ -214,6 +216,21 @@ class PrithviEncoder(nn.Module):
         Raises:
             ValueError: a shape does not fit the configuration.
         """
+        return self.features(pixels, (len(self.blocks) - 1,), temporal_coords, location_coords)[0]
+
+    def features(
+        self,
+        pixels: Tensor,
+        wanted: Sequence[int],
+        temporal_coords: Tensor | None = None,
+        location_coords: Tensor | None = None,
+    ) -> list[Tensor]:
+        """Return the tokens of some blocks; as published, the last layer norm is applied to the last block's
+        alone.
+
+        Args:
+            wanted: blocks, from 0; -1 is the last.
+        """
         grid = self.config.grid_of(pixels.shape)
         tokens = self.patch_embed(pixels)
         positions = resized_positions(self.pos_embed, self.config.grid, grid)
@@ -221,16 +238,23 @@ class PrithviEncoder(nn.Module):
         if self.config.has_time and temporal_coords is not None:
             _require(temporal_coords, (len(pixels), grid[0], 2), "temporal_coords")
             frames: Tensor = self.temporal_embed_enc(temporal_coords)
+            frames = frames * (temporal_coords[..., :1] > 0)  # year 0: the date is unknown
             where = where + frames.repeat_interleave(grid[1] * grid[2], dim=1)
         if self.config.has_location and location_coords is not None:
             _require(location_coords, (len(pixels), 2), "location_coords")
-            where = where + self.location_embed_enc(location_coords).unsqueeze(1)
+            place: Tensor = self.location_embed_enc(location_coords)
+            place = place * (location_coords[:, :1].abs() <= 90)  # beyond the poles: the place is unknown
+            where = where + place.unsqueeze(1)
         first = (self.cls_token + positions[:, :1].to(tokens.dtype)).expand(len(pixels), -1, -1)
         tokens = torch.cat((first, tokens + where.to(tokens.dtype)), dim=1)
-        for block in self.blocks:
-            tokens = block(tokens)
-        out: Tensor = self.norm(tokens)
-        return out
+        count = len(self.blocks)
+        places = [block % count for block in wanted]
+        found: dict[int, Tensor] = {}
+        for place in range(max(places) + 1):
+            tokens = self.blocks[place](tokens)
+            if place in places:
+                found[place] = self.norm(tokens) if place == count - 1 else tokens
+        return [found[place] for place in places]
 
 
 def _require(coordinates: Tensor, shape: tuple[int, ...], name: str) -> None:

@@ -29,8 +29,15 @@ from baton_geo.raster.pixels.bands import choose_bands
 from baton_geo.raster.pixels.calibration import Conversion, conversion
 from baton_geo.raster.pixels.grid import Floats, Grid
 from baton_geo.raster.pixels.values import PixelCheck, Scaling
-from baton_geo.raster.products.output_files import Mosaic, ProductWriter
-from baton_geo.raster.products.preview import LONGEST, draw_classes, draw_preview, draw_scene, rgb_bands
+from baton_geo.raster.products.output_files import Mosaic, ProductWriter, ValueWriter
+from baton_geo.raster.products.preview import (
+    LONGEST,
+    binned,
+    draw_classes,
+    draw_preview,
+    draw_scene,
+    rgb_bands,
+)
 from baton_geo.raster.reading.geotiff import GeoTiff
 from baton_geo.raster.reading.headers import HEAD_BYTES, check_bands, check_file, check_memory, recognise
 from baton_geo.raster.reading.image import ImageSource
@@ -69,11 +76,11 @@ class Child:
         header, _ = receive(self._sock, self._room)
         request = SceneRequest.model_validate_json(header["request"])
         card = request.card
-        self._scores = np.empty((len(card.classes), card.tile, card.tile), np.float32)
+        self._scores = np.empty((card.channels, card.tile, card.tile), np.float32)
         folder = Path(header["folder"])
         try:
             sandbox.limit_resources(request.limits)
-            sandbox.limit_writing(request.limits.pixels, len(card.classes) * BYTES_EACH)
+            sandbox.limit_writing(request.limits.pixels, card.channels * BYTES_EACH)
             sandbox.confine_files(self._raster, folder)
             with sandbox.limit_opening(request.limits.open_seconds):
                 job = SceneJob(self._raster, folder, request)
@@ -179,9 +186,13 @@ class SceneJob:
         )
         self._rows = Rows(source, choice.bands, self._check, self._thumbnail)
         self._unread = [len(self._grid.xs)] * len(self._grid.ys)
-        self._mosaic = Mosaic(self._grid, len(card.classes))
+        self._mosaic = Mosaic(self._grid, card.channels, scores=card.value is None)
         size = source.width, source.height
-        self._products = ProductWriter(folder, request, source.place, size, sample)
+        self._products: ProductWriter | ValueWriter = (
+            ProductWriter(folder, request, source.place, size, sample)
+            if card.value is None
+            else ValueWriter(folder, request, source.place, size, sample)
+        )
         self.info = self._describe(choice.bands)
 
     def read(self, tile: int) -> Floats | None:
@@ -222,16 +233,18 @@ class SceneJob:
         self._check.judge_unit(scale_said=scale_said)
         notes = self._check.notes(scale_said=scale_said, offset_said=self._offset_said)
         del self._rows, self._mosaic  # frees their memory for the rest
-        areas, nodata_pixels = self._products.finish((*self._source.notes, *notes))
+        tally = self._products.finish((*self._source.notes, *notes))
+        card, classes, areas = self._request.card, self._products.thumbnail, tally.areas
+        if card.value is not None:
+            card, classes, areas = binned(card, classes)
         if self._request.preview:
-            preview = draw_preview(self._request.card, self._thumbnail, self._products.thumbnail, areas)
-            preview.save(self._folder / PREVIEW, optimize=True)
+            draw_preview(card, self._thumbnail, classes, areas).save(self._folder / PREVIEW, optimize=True)
         if self._request.scene:
             draw_scene(self._thumbnail).save(self._folder / SCENE)
         if self._request.classes:
-            draw_classes(self._request.card, self._products.thumbnail).save(self._folder / CLASSES)
+            draw_classes(card, classes).save(self._folder / CLASSES)
         self._source.close()
-        return Tally(areas=areas, nodata_pixels=nodata_pixels, notes=tuple(notes))
+        return tally.model_copy(update={"notes": tuple(notes)})
 
     def _flush(self) -> None:
         for top, probabilities in self._mosaic.finished():

@@ -20,14 +20,15 @@ from baton_geo.card import Card, ReadOnlyModel
 from baton_geo.settings import GeoLimits
 
 NoteCode = Literal[
-    "areas_scaled", "areas_unknown", "band_wavelength", "bands_in_order", "bands_marked", "control_points",
-    "fill_hidden", "first_image", "no_crs", "no_geotransform", "nodata_of_card", "nodata_of_one_band",
-    "nodata_zero_kept", "off_earth", "offset_removed", "offset_suspected", "rotated", "rpcs", "scale_of_file",
-    "scale_of_request", "scale_unused", "values_dark", "values_negative", "values_of_landsat",
+    "areas_scaled", "areas_unknown", "band_wavelength", "bands_in_order", "bands_marked",
+    "control_points", "fill_hidden", "first_image", "no_crs", "no_dates", "no_geotransform",
+    "no_location", "nodata_of_card", "nodata_of_one_band", "nodata_zero_kept", "off_earth",
+    "offset_removed", "offset_suspected", "rotated", "rpcs", "scale_of_file", "scale_of_request",
+    "scale_unused", "values_dark", "values_negative", "values_of_landsat",
 ]  # fmt: skip
 """The kinds of notes; the README says what each means."""
 MASK, PROBABILITIES, PREVIEW = "mask.tif", "probabilities.tif", "preview.png"  # in the request's folder
-SCENE, CLASSES = "scene.png", "classes.png"
+SCENE, CLASSES, VALUE = "scene.png", "classes.png", "value.tif"
 LENGTHS = struct.Struct("<II")
 STATUS = struct.Struct("<i")  # the wait status of an ended child, which the fork server sends
 HEADER_LIMIT = 8 * 1024 * 1024
@@ -58,6 +59,7 @@ class SceneRequest(Message):
         preview: whether to write the preview.
         scene: whether to write a picture of the scene alone.
         classes: whether to write a picture of the classes alone.
+        value: whether to write the values of a regression.
     """
 
     card: Card
@@ -70,6 +72,7 @@ class SceneRequest(Message):
     preview: bool = False
     scene: bool = False
     classes: bool = False
+    value: bool = False
 
 
 class SceneInfo(Message):
@@ -123,12 +126,21 @@ class ClassCount(Message):
     hectares: float | None = None
 
 
+class ValueSummary(Message):
+    """The values of a finished regression, over the pixels that are not nodata."""
+
+    minimum: float
+    mean: float
+    maximum: float
+
+
 class Tally(Message):
-    """The counts of a finished mask, and notes that take all of its pixels."""
+    """The counts of a finished map, and notes that take all of its pixels; `values` is a regression's."""
 
     notes: tuple[str, ...] = ()
-    areas: tuple[ClassCount, ...]
+    areas: tuple[ClassCount, ...] = ()
     nodata_pixels: int = Field(ge=0)
+    values: ValueSummary | None = None
 
 
 class Products(Tally):
@@ -140,9 +152,11 @@ class Products(Tally):
         preview: PNG.
         scene: PNG of the scene without the classes.
         classes: PNG of the classes without the scene, of the same size.
+        value: GeoTIFF with one band of float32, the value of each pixel; NaN is nodata.
     """
 
     mask: Path | None = None
+    value: Path | None = None
     probabilities: Path | None = None
     preview: Path | None = None
     scene: Path | None = None

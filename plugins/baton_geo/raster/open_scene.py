@@ -29,6 +29,7 @@ from baton_geo.raster.messages import (
     PROBABILITIES,
     SCENE,
     STATUS,
+    VALUE,
     Products,
     SceneInfo,
     SceneRequest,
@@ -185,7 +186,7 @@ class OpenScene:
             RuntimeError: a score is infinite or NaN.
         """
         card = self._request.card
-        if scores.shape != (len(card.classes), card.tile, card.tile) or scores.dtype != np.float32:
+        if scores.shape != (card.channels, card.tile, card.tile) or scores.dtype != np.float32:
             raise ValueError(f"scores of shape {scores.shape} and type {scores.dtype}")
         if not np.isfinite(scores).all():
             raise RuntimeError("the model's scores are not finite")
@@ -211,12 +212,14 @@ class OpenScene:
             tally = self._parsed(Tally, "tally", self._receive(self._deadline))
             return Products(
                 mask=self._product(MASK) if self._request.mask else None,
+                value=self._product(VALUE) if self._request.value else None,
                 probabilities=self._product(PROBABILITIES) if self._request.probabilities else None,
                 preview=self._product(PREVIEW) if self._request.preview else None,
                 scene=self._product(SCENE) if self._request.scene else None,
                 classes=self._product(CLASSES) if self._request.classes else None,
                 areas=tally.areas,
                 nodata_pixels=tally.nodata_pixels,
+                values=tally.values,
                 notes=tally.notes,
             )
 

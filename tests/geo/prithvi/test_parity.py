@@ -68,6 +68,8 @@ def test_coordinates_may_be_left_out(v2_tl: Reference) -> None:
     without = model.encode(pixels)
     assert difference(without, v2_tl.answered["tokens_without_coords"]) < TOLERANCE
     assert (without - v2_tl.answered["tokens"]).abs().max() > 0.1
+    unknown = torch.zeros_like(v2_tl.given["temporal_coords"]), torch.full((len(pixels), 2), 999.0)
+    assert torch.equal(model.encode(pixels, *unknown), without)
     only_dates = model.encode(pixels, v2_tl.given["temporal_coords"])
     only_places = model.encode(pixels, None, v2_tl.given["location_coords"])
     for one in (only_dates, only_places):

@@ -363,3 +363,58 @@ def test_a_scene_speaks_by_all_of_its_pixels(decoders: Decoders, tmp_path: Path,
     with decoders.open(path, SceneRequest(card=REFLECTANCE.model_copy(update={"tile": 600}))) as scene:
         products = run(scene, lambda tile: np.zeros((2, 600, 600), np.float32))
     assert [note.partition(":")[0] for note in products.notes] == ["offset_suspected"]
+
+
+RADAR = REFLECTANCE.model_copy(
+    update={
+        "bands": (
+            Band(name="B1", mean=0.0, std=0.1),
+            Band(name="VV", mean=-12.0, std=5.0, scale=1.0, valid_range=(-60.0, 30.0)),
+        ),
+        "nodata_replace": 500.0,
+    }
+)
+
+
+def beside(path: Path, optical: Any, radar: Any, dtype: str = "float32", **own: Any) -> Path:
+    """A scene of an optical band and one in decibels, of three values in each row."""
+    pixels = np.stack([np.broadcast_to(np.asarray(values, dtype), (20, 3)) for values in (optical, radar)])
+    return write_tiff(path, np.ascontiguousarray(pixels), ("B1", "VV"), **own)
+
+
+def test_a_band_has_its_own_unit(decoders: Decoders, tmp_path: Path) -> None:
+    """Decibels beside reflectances stay as they are; a single scale and offset are for the reflectances alone."""
+    decibels = np.array([-20.0, -7.0, 3.0])
+    path = beside(tmp_path / "a.tif", TRUTH * 10_000 + 1000, decibels)
+    request = SceneRequest(card=RADAR, limits=GeoLimits(tile_bytes=0), scale=1e-4, offset=-0.1)
+    with decoders.open(path, request) as scene:
+        tile = scene.read(0)
+    assert tile is not None
+    np.testing.assert_allclose(tile[0, 0, 0, :3] * 0.1, TRUTH, atol=1e-5)
+    np.testing.assert_allclose(tile[1, 0, 0, :3] * 5 - 12, decibels, atol=1e-5)
+    whole = beside(tmp_path / "b.tif", TRUTH * 10_000, decibels, "int16", nodata=-9999)
+    with decoders.open(whole, SceneRequest(card=RADAR, limits=GeoLimits(tile_bytes=0))) as scene:
+        tile = scene.read(0)
+    assert tile is not None
+    np.testing.assert_allclose(tile[:, 0, 0, :3], [TRUTH / 0.1, (decibels + 12) / 5], atol=1e-5)
+
+
+def test_a_band_has_its_own_range(decoders: Decoders, tmp_path: Path) -> None:
+    """Radar that is no decibels is refused by its band's name and range, not the reflectances'."""
+    path = beside(tmp_path / "a.tif", TRUTH, [0.01, 200.0, 300.0])
+    request = SceneRequest(card=RADAR, limits=GeoLimits(tile_bytes=0))
+    with pytest.raises(RasterUnusable, match=r"band 'VV': 66\.7% of the pixels are outside -60 to 30"):
+        decoders.open(path, request)
+
+
+def test_nodata_may_be_replaced_by_a_number(decoders: Decoders, tmp_path: Path) -> None:
+    """The model is given what its training put in the place of nodata, in the units of each band."""
+    pixels = np.full((2, 20, 3), 1000, "int16")
+    pixels[1] = -12
+    pixels[:, :, 1] = -9999
+    path = write_tiff(tmp_path / "a.tif", pixels, ("B1", "VV"), nodata=-9999)
+    radar = RADAR.model_copy(update={"nodata_replace": 2.0})
+    with decoders.open(path, SceneRequest(card=radar, limits=GeoLimits(tile_bytes=0))) as scene:
+        tile = scene.read(0)
+    assert tile is not None
+    np.testing.assert_allclose(tile[:, 0, 0, :2], [[1.0, 0.002], [0.0, 2.8]], atol=1e-5)

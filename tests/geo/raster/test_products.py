@@ -13,7 +13,7 @@ from geo.raster.made import NORTH_UP, make_card, read_tiff, run, sign_model, wri
 from PIL import Image
 from rasterio.enums import ColorInterp
 
-from baton_geo.card import Band, Card, ClassLabel
+from baton_geo.card import Band, Card, ClassLabel, MapValue
 from baton_geo.raster.decoders import Decoders
 from baton_geo.raster.messages import Products, SceneRequest
 from baton_geo.raster.products.preview import LONGEST
@@ -260,3 +260,31 @@ class TestPreview:
             assert preview is not None
             with Image.open(preview) as image:
                 assert max(image.size) <= LONGEST
+
+
+def test_a_regression_gives_values(decoders: Decoders, tmp_path: Path) -> None:
+    """Values blended as they are, scaled and in float32, with the unit; NaN where nothing is known."""
+    value = MapValue(name="biomass", unit="Mg/ha", scale=2.0, offset=100.0)
+    card = CARD.model_copy(update={"classes": (), "value": value})
+    pixels = halves(400, 500)
+    path = write_tiff(tmp_path / "a.tif", pixels)
+    wanted = np.where(pixels[0] == -9, np.nan, 2.0 * 3 * pixels[0] + 100).astype(np.float32)
+    request = SceneRequest(card=card, mask=False, value=True, preview=True, classes=True)
+    with decoders.open(path, request) as scene:
+        products = run(scene, lambda tile: 3 * tile[:1, 0])
+        assert products.value is not None
+        check_cog(products.value)
+        with rasterio.open(products.value) as file:
+            np.testing.assert_allclose(file.read(1), wanted, rtol=1e-6)
+            assert (file.dtypes, file.units, file.descriptions) == (("float32",), ("Mg/ha",), ("biomass",))
+            assert np.isnan(file.nodata)
+        assert products.preview is not None
+        with Image.open(products.preview) as preview:
+            assert preview.size[0] >= 500
+        assert products.classes is not None
+        with Image.open(products.classes) as classes:
+            assert len(np.unique(np.asarray(classes).reshape(-1, 4), axis=0)) == 3
+    assert (products.areas, products.nodata_pixels) == ((), 40 * 50)
+    assert products.values is not None
+    assert (products.values.minimum, products.values.maximum) == (94, 106)
+    assert products.values.mean == pytest.approx(np.nanmean(wanted))

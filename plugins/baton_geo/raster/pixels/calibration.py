@@ -111,22 +111,23 @@ def conversion(
     """
     own = _unit_of_type(card, dtype)
     lines = [stated.bands[band] for band in bands]
-    scales, offsets = _each(card, "scale", scale, len(bands)), _each(card, "offset", offset, len(bands))
+    scales, offsets = _each(card, "scale", scale, 1.0), _each(card, "offset", offset, 0.0)
     if scales is None and offsets is None:
         conflict = next(
             (stated.conflicts[band] for band in bands if stated.conflicts and stated.conflicts[band]), ""
         )
         if conflict:
             raise RasterUnusable(f"{conflict}; {ADVICE}", param="offset")
+    shared = _of_the_cards_unit(card, lines)
     if dtype.itemsize == 1:  # also of a product's file: then it is an image made of the product
-        _check_bytes_have_a_scale(card, lines, scales)
-    _check_offset_is_given(lines, scales, offsets)
+        _check_bytes_have_a_scale(card, shared, scales)
+    _check_offset_is_given(shared, scales, offsets)
     if dtype.itemsize > 1:
-        _check_product_is_converted(lines, stated.product, dtype, scales, offsets)
+        _check_product_is_converted(shared, stated.product, dtype, scales, offsets)
     if scales is not None or offsets is not None:
         pairs = zip(scales or [1.0] * len(bands), offsets or [0.0] * len(bands), strict=True)
         requested = [ScaleOffset(*pair) for pair in pairs]
-        for line in requested:
+        for line in _of_the_cards_unit(card, requested):
             _check_has_effect(card, line, own)
         return _conversion(
             card, own, requested, ("scale_of_request", f"the request says {_listed(requested)}")
@@ -136,11 +137,22 @@ def conversion(
     return _conversion(card, own, lines)
 
 
-def _each(card: Card, name: str, asked: Asked, bands: int) -> list[float] | None:
-    """Return the request's number for each band used."""
+def _of_the_cards_unit(card: Card, lines: list[ScaleOffset]) -> list[ScaleOffset]:
+    """Return the lines of the bands that have no unit of their own."""
+    return [line for line, own in zip(lines, card.own_units * card.frames, strict=True) if not own]
+
+
+def _each(card: Card, name: str, asked: Asked, neutral: float) -> list[float] | None:
+    """Return the request's number for each band used; one number is not for bands with a unit of their
+    own."""
     if asked is None:
         return None
-    numbers = [asked] * bands if isinstance(asked, float | int) else list(asked)
+    own_units, bands = card.own_units * card.frames, len(card.bands) * card.frames
+    if isinstance(asked, float | int):
+        every = all(own_units)
+        numbers = [neutral if own and not every else asked for own in own_units]
+    else:
+        numbers = list(asked)
     if len(numbers) != bands:
         listed = ", ".join(band.name for band in card.bands)
         raise RequestInvalid(
@@ -205,9 +217,10 @@ def _by_file(card: Card, own: float, lines: list[ScaleOffset]) -> Conversion:
         if not (SCALE_LIMITS[0] <= line.scale <= SCALE_LIMITS[1] and abs(line.offset) <= OFFSET_LIMIT):
             raise RasterUnusable(f"the file states {line}, which cannot be; {ADVICE}", param="scale")
     origin = f"the file states {_listed(lines)}"
-    if all(_leads_to_a_unit(card, own, line) for line in lines):
+    shared = _of_the_cards_unit(card, lines)
+    if all(_leads_to_a_unit(card, own, line) for line in shared):
         return _conversion(card, own, lines, ("scale_of_file", origin))
-    if any(line.offset for line in lines):
+    if any(line.offset for line in shared):
         raise RasterUnusable(f"{origin}, which do not lead to the model's units; {ADVICE}", param="scale")
     plain = _conversion(card, own, [ScaleOffset()] * len(lines))
     text = f"{origin}; that is not the model's unit, so the numbers are used as they are"
@@ -222,10 +235,12 @@ def _listed(lines: list[ScaleOffset]) -> str:
 def _conversion(
     card: Card, own: float, lines: list[ScaleOffset], origin: tuple[NoteCode, str] | None = None
 ) -> Conversion:
-    units = [_unit(card, own, line.scale) for line in lines]
-    pairs = list(zip(lines, units, strict=True))
-    times = np.array([line.scale * unit for line, unit in pairs])
-    plus = np.array([line.offset * unit + card.offset for line, unit in pairs])
+    units, times, plus = [], np.empty(len(lines)), np.empty(len(lines))
+    for place, (line, band) in enumerate(zip(lines, card.bands * card.frames, strict=True)):
+        unit, more = (_unit(card, own, line.scale), card.offset) if band.scale is None else (band.scale, 0.0)
+        times[place], plus[place] = line.scale * unit, line.offset * unit + more
+        if band.scale is None:
+            units.append(unit)
     if origin is None:
         return Conversion(times, plus)
     code, text = origin
@@ -270,7 +285,7 @@ def _apart(one: float, other: float) -> float:
 
 def _check_has_effect(card: Card, requested: ScaleOffset, own: float) -> None:
     """Refuse an offset without a scale that is in the unit after a scale, as -0.1 with integers."""
-    largest = abs(requested.offset * own) / min(band.std for band in card.bands)
+    largest = abs(requested.offset * own) / min(band.std for band in card.bands if band.scale is None)
     if requested.scale == 1 and requested.offset and largest < EFFECT:
         raise RequestInvalid(
             f"offset: {requested.offset:g} is too small to change anything: without a scale it is added to "

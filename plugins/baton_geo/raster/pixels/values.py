@@ -41,6 +41,11 @@ class Scaling:
         mean = np.array([band.mean for band in card.bands] * card.frames)
         self._times = (conversion.times / std)[:, None, None]
         self._plus = ((conversion.plus - mean) / std)[:, None, None]
+        self._empty = np.zeros((len(mean), 1), np.float32)
+        if card.nodata_replace is not None:
+            units = [card.scale if band.scale is None else band.scale for band in card.bands] * card.frames
+            plus = [card.offset if band.scale is None else 0.0 for band in card.bands] * card.frames
+            self._empty[:, 0] = (card.nodata_replace * np.array(units) + plus - mean) / std
 
     def tile(self, raw: Pixels, valid: Valid, side: int) -> npt.NDArray[np.float32]:
         """Return the model's input for a tile.
@@ -49,7 +54,7 @@ class Scaling:
             side: of the tile, pixels; beyond the scene it is filled with the edge pixels.
 
         Returns:
-            shape (bands, frames, side, side), contiguous; 0.0 at nodata.
+            shape (bands, frames, side, side), contiguous; at nodata 0.0, or what the card replaces it by.
         """
         rows, _, columns = raw.shape
         out = np.empty((self._frames * self._bands, side, side), np.float32)
@@ -59,7 +64,7 @@ class Scaling:
         scaled += self._plus.astype(exact)
         inner[:] = scaled
         if not valid.all():
-            inner[:, ~valid] = 0.0
+            inner[:, ~valid] = self._empty
         out[:, :rows, columns:] = out[:, :rows, columns - 1 : columns]
         out[:, rows:] = out[:, rows - 1 : rows]
         frames = out.reshape(self._frames, self._bands, side, side)
@@ -90,8 +95,11 @@ class PixelCheck:
     ) -> None:
         self._of_step = len(card.bands)
         self._names = [band.name for band in card.bands] * card.frames
-        self._conversion, self._range = conversion, card.valid_range
-        self._bounds = None if card.valid_range is None else _bounds(card.valid_range, dtype, conversion)
+        self._conversion = conversion
+        self._ranges = [
+            card.valid_range if band.scale is None else band.valid_range for band in card.bands
+        ] * card.frames
+        self._bounds = _bounds(self._ranges, dtype, conversion)
         self._fills = _fill_bounds(card, dtype, conversion)
         self._nodata = None if nodata is None or math.isnan(nodata) else _as_type(dtype, nodata)
         self._nodata_of_card = nodata_of_card
@@ -149,9 +157,7 @@ class PixelCheck:
         """Count pixels in some rows: raw of shape (rows, bands, columns), valid of (rows, columns)."""
         self.valid += int(np.count_nonzero(valid))
         self._look(raw[:: self._step, :, :: self._step], valid[:: self._step, :: self._step])
-        if self._bounds is None:
-            return
-        for band, (low, high) in enumerate(self._bounds):
+        for band, (low, high) in self._bounds.items():
             values = raw[:, band]
             outside = np.count_nonzero(((values < low) | (values > high)) & valid)
             if outside:
@@ -165,7 +171,7 @@ class PixelCheck:
         self._looked += int(np.count_nonzero(valid))
         for look, bounds in self._looks.items():
             any_band = np.zeros_like(valid)
-            for band, bound in enumerate(bounds):
+            for band, bound in bounds.items():
                 any_band |= raw[:, band] < bound if look.below else raw[:, band] > bound
             self._found[look] += int(np.count_nonzero(any_band & valid))
 
@@ -242,7 +248,7 @@ class PixelCheck:
             return
         seen = self._found[HOPELESS_LOOK] / self._looked
         if seen < HOPELESS_SHARE:
-            times = self._conversion.times[0]
+            times = self._conversion.times[next(iter(self._looks[HOPELESS_LOOK]))]
             raise RasterUnusable(
                 f"the numbers are too small to be what the model takes: multiplied by {times:g}, only "
                 f"{seen:.1%} of the pixels have a band above {HOPELESS:g} of full reflectance; give scale (a "
@@ -264,7 +270,7 @@ class PixelCheck:
     def _out_of_range(self, band: int, share: float) -> str:
         times, plus = self._conversion.times[band], self._conversion.plus[band]
         ends = sorted((times * self._lowest[band] + plus, times * self._highest[band] + plus))
-        low, high = self._range or (0.0, 0.0)
+        low, high = self._ranges[band] or (0.0, 0.0)
         adding = f" and adding {plus:g}" if plus else ""
         return (
             f"band '{self._names[band]}': {share:.1%} of the pixels are outside {low:g} to {high:g} after "
@@ -293,18 +299,21 @@ LOOKS = (
 )
 
 
-def _looks(card: Card, dtype: np.dtype[Any], conversion: Conversion) -> dict[Look, list[Any]]:
+def _looks(card: Card, dtype: np.dtype[Any], conversion: Conversion) -> dict[Look, dict[int, Any]]:
     """Return each band's number for the reflectances of `LOOKS`; empty if the card is not of reflectance."""
     one = card.reflectance
     if one is None:
         return {}
-    pairs = [
-        (float(times), float(plus)) for times, plus in zip(conversion.times, conversion.plus, strict=True)
-    ]
+    lines = {
+        band: (float(times), float(plus))
+        for band, (times, plus) in enumerate(zip(conversion.times, conversion.plus, strict=True))
+        if not card.own_units[band % len(card.bands)]
+    }
     return {
-        look: [
-            _clipped(dtype, (look.reflectance * one - plus) / times, up=look.below) for times, plus in pairs
-        ]
+        look: {
+            band: _clipped(dtype, (look.reflectance * one - plus) / times, up=look.below)
+            for band, (times, plus) in lines.items()
+        }
         for look in LOOKS
     }
 
@@ -325,11 +334,15 @@ def _fill_bounds(card: Card, dtype: np.dtype[Any], conversion: Conversion) -> li
 
 
 def _bounds(
-    valid_range: tuple[float, float], dtype: np.dtype[Any], conversion: Conversion
-) -> list[tuple[Any, Any]]:
-    """Return the lowest and highest number inside the range for each band, in the file's type."""
-    pairs = zip(conversion.times, conversion.plus, strict=True)
-    return [_inside(valid_range, dtype, float(times), float(plus)) for times, plus in pairs]
+    ranges: list[tuple[float, float] | None], dtype: np.dtype[Any], conversion: Conversion
+) -> dict[int, tuple[Any, Any]]:
+    """Return the lowest and highest number inside the range of each band that has one, in the file's type."""
+    lines = enumerate(zip(ranges, conversion.times, conversion.plus, strict=True))
+    return {
+        band: _inside(valid_range, dtype, float(times), float(plus))
+        for band, (valid_range, times, plus) in lines
+        if valid_range is not None
+    }
 
 
 def _inside(

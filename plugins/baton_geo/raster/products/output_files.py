@@ -19,9 +19,17 @@ from rasterio.errors import RasterioError
 from rasterio.shutil import copy
 from rasterio.windows import Window
 
-from baton_geo.card import Card
+from baton_geo.card import Card, MapValue
 from baton_geo.errors import DecoderBusy
-from baton_geo.raster.messages import MASK, PROBABILITIES, ClassCount, SceneRequest
+from baton_geo.raster.messages import (
+    MASK,
+    PROBABILITIES,
+    VALUE,
+    ClassCount,
+    SceneRequest,
+    Tally,
+    ValueSummary,
+)
 from baton_geo.raster.pixels.grid import Floats, Grid, weights
 from baton_geo.raster.pixels.values import Valid
 from baton_geo.raster.reading.rows import Georeference, Sample
@@ -45,12 +53,14 @@ def softmax(scores: Floats) -> Floats:
 class Mosaic:
     """The blended scene: takes tiles in any order and gives finished rows from top to bottom.
 
+    Scores are blended as probabilities, values (`scores` False) as they are.
+
     In memory are the rows from the first unfinished row of tiles to the last added tile: about two rows of
     tiles if tiles are added nearly in order.
     """
 
-    def __init__(self, grid: Grid, classes: int) -> None:
-        self._grid, self._classes = grid, classes
+    def __init__(self, grid: Grid, classes: int, *, scores: bool = True) -> None:
+        self._grid, self._classes, self._scores = grid, classes, scores
         self._across = weights(grid.width, grid.tile, grid.overlap)
         self._down = weights(grid.height, grid.tile, grid.overlap)
         self._left = [len(grid.xs)] * len(grid.ys)  # tiles to come, for each row of tiles
@@ -62,7 +72,8 @@ class Mosaic:
         """Blend in one tile."""
         row, column = self._grid.place(tile)
         down, across = self._down[row], self._across[column]
-        probabilities = softmax(scores[:, : len(down), : len(across)])
+        inner = scores[:, : len(down), : len(across)]
+        probabilities = softmax(inner) if self._scores else inner.copy()
         probabilities *= down[:, None] * across
         y, x = self._grid.ys[row] - self._top, self._grid.xs[column]
         self._make_room(y + len(down))
@@ -124,7 +135,7 @@ class CloudOptimized:
     """One output file, written from top to bottom.
 
     Args:
-        profile: `width`, `height`, `count`, `nodata`.
+        profile: `width`, `height`, `count`, `nodata`; `dtype` if not bytes.
     """
 
     def __init__(self, path: Path, place: Georeference, **profile: Any) -> None:
@@ -133,17 +144,16 @@ class CloudOptimized:
             self._draft,
             "w",
             driver="GTiff",
-            dtype="uint8",
             tiled=True,
             blockxsize=BLOCK,
             blockysize=BLOCK,
             interleave="band",
             bigtiff="IF_SAFER",
             **(place.native or {}),
-            **profile,
+            **({"dtype": "uint8"} | profile),
         )
 
-    def write(self, top: int, rows: npt.NDArray[np.uint8]) -> None:
+    def write(self, top: int, rows: npt.NDArray[Any]) -> None:
         """Write rows from `top` on: shape (bands, rows, width)."""
         window = Window(0, top, rows.shape[2], rows.shape[1])
         with _write_errors():
@@ -199,10 +209,10 @@ class ProductWriter:
         place, rows = self._sample.among(top, len(classes))
         self.thumbnail[place] = classes[np.ix_(rows, self._sample.columns)]
 
-    def finish(self, notes: Sequence[str] = ()) -> tuple[tuple[ClassCount, ...], int]:
-        """Write the files, the mask with the notes; return the classes' areas and the nodata pixels."""
+    def finish(self, notes: Sequence[str] = ()) -> Tally:
+        """Write the files, the mask with the notes; count the classes' areas and the nodata pixels."""
         if self._mask is not None:
-            self._mask.dataset.update_tags(**{f"NOTE_{number}": text for number, text in enumerate(notes)})
+            self._mask.dataset.update_tags(**_numbered(notes))
             self._mask.finish("MODE")
         if self._probabilities is not None:
             self._probabilities.finish("AVERAGE")
@@ -217,7 +227,7 @@ class ProductWriter:
             )
             for label, pixels, hectares in zip(self._card.classes, self._pixels, self._hectares, strict=True)
         )
-        return areas, self._width * self._height - seen
+        return Tally(areas=areas, nodata_pixels=self._width * self._height - seen)
 
     def _count(self, top: int, classes: Classes) -> None:
         area = self._place.pixel_area
@@ -227,6 +237,53 @@ class ProductWriter:
             self._pixels[number] += pixels.sum()
             if by_row is not None:
                 self._hectares[number] += pixels @ by_row
+
+
+class ValueWriter:
+    """Takes finished rows of a regression's values; keeps their range and the file."""
+
+    def __init__(
+        self, folder: Path, request: SceneRequest, place: Georeference, size: tuple[int, int], sample: Sample
+    ) -> None:
+        value = request.card.value or MapValue()
+        self._value, self._sample, self._pixels = value, sample, size[0] * size[1]
+        self._file: CloudOptimized | None = None
+        if request.value:
+            profile = {"width": size[0], "height": size[1], "count": 1, "dtype": "float32", "nodata": np.nan}
+            self._file = CloudOptimized(folder / VALUE, place, **profile)
+            self._file.dataset.set_band_description(1, value.name)
+            if value.unit is not None:
+                self._file.dataset.units = (value.unit,)
+        self._seen, self._sum, self._least, self._most = 0, 0.0, np.inf, -np.inf
+        self.thumbnail: Floats = np.full(sample.shape, np.nan, np.float32)
+
+    def write(self, top: int, outputs: Floats, valid: Valid) -> None:
+        """Write rows from `top` on."""
+        values = outputs[:, 0] * np.float32(self._value.scale) + np.float32(self._value.offset)
+        known = values[valid]
+        if known.size:
+            self._seen += known.size
+            self._sum += float(known.sum(dtype=np.float64))
+            self._least, self._most = min(self._least, known.min()), max(self._most, known.max())
+        values = np.where(valid, values, np.float32(np.nan))
+        if self._file is not None:
+            self._file.write(top, values[None])
+        place, rows = self._sample.among(top, len(values))
+        self.thumbnail[place] = values[np.ix_(rows, self._sample.columns)]
+
+    def finish(self, notes: Sequence[str] = ()) -> Tally:
+        """Write the file with the notes, and sum the values up."""
+        if self._file is not None:
+            self._file.dataset.update_tags(**_numbered(notes))
+            self._file.finish("AVERAGE")
+        summary = ValueSummary(
+            minimum=float(self._least), mean=self._sum / self._seen, maximum=float(self._most)
+        )
+        return Tally(nodata_pixels=self._pixels - self._seen, values=summary)
+
+
+def _numbered(notes: Sequence[str]) -> dict[str, str]:
+    return {f"NOTE_{number}": text for number, text in enumerate(notes)}
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 
-from baton_geo.card import Card
+from baton_geo.card import Card, ClassLabel
 from baton_geo.raster.messages import ClassCount
 from baton_geo.raster.products.output_files import Classes
 from baton_geo.raster.reading.rows import Thumbnail
@@ -21,6 +21,7 @@ FAINT = 0.25  # how much the scene is lightened
 TEXT_SIZE, LINE, MARGIN, SWATCH, COLUMN = 15, 24, 12, 14, 250  # of the legend, pixels
 PAPER, INK, QUIET = (255, 255, 255, 255), (33, 37, 41, 255), (108, 117, 125, 255)
 COLOURS = ("red", "green", "blue")
+RAMP = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))  # of values, low to high
 
 
 def rgb_bands(card: Card) -> tuple[int, ...]:
@@ -44,6 +45,34 @@ def draw_preview(
     alpha = np.where(classes == card.mask_nodata, 0, 255)
     pixels = np.concatenate([blended + 0.5, alpha[:, :, None]], axis=2).astype(np.uint8)
     return _with_legend(Image.fromarray(pixels, "RGBA"), card, areas)
+
+
+def binned(card: Card, values: Any) -> tuple[Card, Classes, tuple[ClassCount, ...]]:
+    """Make classes of a regression's values, for its pictures: equal steps between low and high percentiles.
+
+    Args:
+        values: of the thumbnail, NaN where unknown.
+
+    Returns:
+        A card of these classes, the class of each pixel, and the classes' shares of the thumbnail.
+    """
+    known = values[~np.isnan(values)]
+    low, high = np.percentile(known, STRETCH) if known.size else (0.0, 1.0)
+    edges = np.linspace(low, max(high, np.nextafter(low, np.inf)), len(RAMP) + 1)
+    with np.errstate(invalid="ignore"):
+        classes = np.clip(np.searchsorted(edges, values, side="right") - 1, 0, len(RAMP) - 1).astype(np.uint8)
+    unit = f" {card.value.unit}" if card.value and card.value.unit else ""
+    labels = tuple(
+        ClassLabel(name=f"{edges[n]:.3g} to {edges[n + 1]:.3g}{unit}", colour=colour)
+        for n, colour in enumerate(RAMP)
+    )
+    counts = [int((classes[~np.isnan(values)] == n).sum()) for n in range(len(RAMP))]
+    classes[np.isnan(values)] = card.mask_nodata
+    areas = tuple(
+        ClassCount(name=label.name, pixels=count, share=count / max(1, known.size))
+        for label, count in zip(labels, counts, strict=True)
+    )
+    return card.model_copy(update={"classes": labels, "value": None}), classes, areas
 
 
 def draw_scene(scene: Thumbnail) -> Image.Image:
