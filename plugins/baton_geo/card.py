@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 SCALE_LIMITS = (1e-9, 1e9)
@@ -28,12 +30,17 @@ class Band(ReadOnlyModel):
         aliases: other names that files use for the band, e.g. `B03`; compared without case.
         mean: mean of the scaled values; subtracted from them.
         std: standard deviation of the scaled values; they are divided by it.
+        grid: of a scene of several files: whether this band's pixels may be the mask's, if they are the
+            finest of those that may. If no band says so, all may.
+        resampling: how it is brought onto that grid where its own pixels are of another size.
     """
 
     name: str
     aliases: tuple[str, ...] = ()
     mean: float
     std: float = Field(gt=0)
+    grid: bool = False
+    resampling: Literal["bilinear", "nearest"] = "bilinear"
 
 
 class ClassLabel(ReadOnlyModel):

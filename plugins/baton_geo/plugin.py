@@ -22,8 +22,16 @@ from vllm.outputs import PoolingRequestOutput
 from vllm.plugins.io_processors.interface import IOProcessor
 from vllm.renderers import BaseRenderer
 
-from baton_geo.contract import GeoAnswer, GeoRequest, UploadRequest, geo_request, options_of_query
+from baton_geo.contract import (
+    AnyGeoRequest,
+    GeoAnswer,
+    GeoRequest,
+    UploadRequest,
+    geo_request,
+    options_of_query,
+)
 from baton_geo.errors import RasterTooLarge
+from baton_geo.inputs import Inputs, open_inputs, open_inputs_sync
 from baton_geo.prithvi import PrithviConfig, card_of
 from baton_geo.raster.decoders import Decoders
 from baton_geo.raster.messages import SceneRequest
@@ -35,7 +43,8 @@ from baton_geo.spool import Spooled, prepare_folder
 Result = TypeVar("Result")
 
 
-PluginRequest = GeoRequest | UploadRequest
+PluginRequest = AnyGeoRequest | UploadRequest
+Raster = Spooled | Inputs
 
 
 @dataclass(frozen=True)
@@ -102,15 +111,19 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
     ) -> AsyncIterator[dict[str, Any]]:
         request, shown = (prompt.request, True) if isinstance(prompt, Shown) else (prompt, False)
         if isinstance(request, UploadRequest):
-            raster = Spooled(request.file)
-        else:
+            raster: Raster = Spooled(request.file)
+        elif isinstance(request, GeoRequest) and not request.partial:
             raster = await self._sources.open(request)
+        else:
+            raster = await open_inputs(self._sources, request)
         # Opening may wait for a free decoder, so it must not hold the threads that open scenes need. It also
         # takes processor time: opened one after the other, the first scenes reach the engine sooner.
         opening = _in_threads(self._open_threads, self._open, raster, request, request_id, shown)
         try:
             running = await asyncio.shield(opening)
         except asyncio.CancelledError:
+            if isinstance(raster, Inputs):
+                raster.stop()
             await asyncio.wait({opening})
             if opening.exception() is None:
                 await _in_threads(self._tile_threads, self._scenes.drop, opening.result())
@@ -132,9 +145,11 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
     ) -> Sequence[dict[str, Any]]:
         request, shown = (prompt.request, True) if isinstance(prompt, Shown) else (prompt, False)
         if isinstance(request, UploadRequest):
-            raster = Spooled(request.file)
-        else:
+            raster: Raster = Spooled(request.file)
+        elif isinstance(request, GeoRequest) and not request.partial:
             raster = self._sources.open_sync(request)
+        else:
+            raster = open_inputs_sync(self._sources, request)
         running = self._open(raster, request, request_id, shown)
         try:
             prompts = self._all_prompts(running)
@@ -164,12 +179,17 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
         return prompts
 
     def _open(
-        self, raster: Spooled, request: PluginRequest, request_id: str | None, shown: bool
+        self, raster: Raster, request: PluginRequest, request_id: str | None, shown: bool
     ) -> RunningScene:
         options = request.options if isinstance(request, UploadRequest) else request
+        inputs = raster if isinstance(raster, Inputs) else None
         asked = SceneRequest(
             card=self._card,
             limits=self._settings.limits,
+            files=() if inputs is None else inputs.specs,
+            window=options.window,
+            bbox=options.bbox,
+            bbox_crs=options.bbox_crs,
             indices=options.indices,
             scale=options.scale,
             offset=options.offset,
@@ -180,7 +200,8 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
             classes="classes" in options.outputs,
         )
         try:
-            scene = self._decoders.open(raster.path, asked)
+            paths = raster.path if isinstance(raster, Spooled) else raster.paths
+            scene = self._decoders.open(paths, asked, inputs)
         except BaseException:
             raster.close()
             raise

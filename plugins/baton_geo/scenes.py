@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from baton_geo.contract import ClassArea, GeoAnswer, GeoFile, GeoOptions
+from baton_geo.contract import ClassArea, Fetched, GeoAnswer, GeoFile, GeoOptions
 from baton_geo.errors import RasterUnusable, RequestInvalid
 from baton_geo.prithvi import PrithviConfig
 from baton_geo.raster.messages import ClassCount, Products, SceneInfo
@@ -37,7 +37,11 @@ MEDIA_TYPES = {
 PIECE = 3 * 128 * 1024
 
 
-class Closeable(Protocol):
+class Files(Protocol):
+    """The files of a scene."""
+
+    def fetched(self) -> Fetched | None: ...
+
     def close(self) -> None: ...
 
 
@@ -55,7 +59,7 @@ class RunningScene:
     scene: Any
     options: GeoOptions
     request_id: str | None
-    raster: Closeable
+    raster: Files
     began: float = field(default_factory=time.monotonic)
     serials: set[int] = field(default_factory=set)
 
@@ -243,6 +247,8 @@ class FinishedScene:
             nodata_pixels=self.products.nodata_pixels,
             notes=info.notes + self.products.notes,
             files=tuple(GeoFile(name=name, media_type=kind, data=_text(path)) for name, kind, path in others),
+            window=info.window,
+            fetched=self.running.raster.fetched(),
         )
 
 

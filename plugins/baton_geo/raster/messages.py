@@ -31,6 +31,8 @@ SCENE, CLASSES = "scene.png", "classes.png"
 LENGTHS = struct.Struct("<II")
 STATUS = struct.Struct("<i")  # the wait status of an ended child, which the fork server sends
 HEADER_LIMIT = 8 * 1024 * 1024
+PAGE = 4096
+"""Bytes of the pages in which files at addresses are fetched."""
 Buffer = bytes | bytearray | memoryview
 
 
@@ -45,10 +47,33 @@ class Message(ReadOnlyModel):
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
 
 
-class SceneRequest(Message):
-    """A request to open one raster.
+class FileSpec(Message):
+    """What a request says of one of its files, for a scene of several or of one that is read by ranges.
 
     Attributes:
+        name: of the file's band, or of its bands; None: the file's own names are used.
+        tags: as the file's own, beside them.
+        band_tags: of its bands, in the file's order, beside the file's own; fewer: the others have none.
+        nodata: for a file that states none.
+        fetched: bytes of its beginning that are there; the others are asked for. None: all are.
+    """
+
+    name: str | None = None
+    tags: dict[str, str] = Field(default_factory=dict)
+    band_tags: tuple[dict[str, str], ...] = ()
+    nodata: float | None = None
+    fetched: int | None = None
+
+
+class SceneRequest(Message):
+    """A request to open a raster.
+
+    Attributes:
+        files: of each file, in order; empty: there is one, which is all there.
+        window: column, row, width and height of what is wanted, pixels of the scene's grid; None: all.
+        bbox: least x, least y, greatest x and greatest y of what is wanted, in `bbox_crs`; of longitudes the
+            first may be the greater one, across the antimeridian. None: all.
+        bbox_crs: as `EPSG:4326`; x is always the longitude or easting.
         indices: indices of the bands to use, from 0 in file order; None: by name, else by order.
         scale: a pixel's value is number * scale + offset; one for all bands or one a band, in the model's
             order; None and `offset` None: as the file states.
@@ -62,6 +87,10 @@ class SceneRequest(Message):
 
     card: Card
     limits: GeoLimits = GeoLimits()
+    files: tuple[FileSpec, ...] = ()
+    window: tuple[int, int, int, int] | None = None
+    bbox: tuple[float, float, float, float] | None = None
+    bbox_crs: str = "EPSG:4326"
     indices: tuple[int, ...] | None = None
     scale: float | tuple[float, ...] | None = None
     offset: float | tuple[float, ...] | None = None
@@ -90,10 +119,12 @@ class SceneInfo(Message):
         longitude: of the centre, degrees east.
         acquired: date or date and time of acquisition, ISO 8601; None: the file has none.
         notes: assumptions and missing information; see `note`.
+        window: column, row, width and height of the scene in the file's grid; None: it is all of it.
     """
 
     width: int
     height: int
+    window: tuple[int, int, int, int] | None = None
     count: int
     dtype: str
     crs: str | None = None

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -91,6 +91,31 @@ class ChildHandle:
         self.lifeline.close()
 
 
+class RangeFetch(Protocol):
+    """Fetches parts of a scene's files that are at addresses."""
+
+    def fetch(self, number: int, pages: object, deadline: float) -> None:
+        """Write pages of a file, a list of [first, number of pages]; blocks until they are there.
+
+        Args:
+            number: of the file.
+            pages: as a child asked for them, which a raster may have taken over.
+            deadline: seconds on the monotonic clock.
+
+        Raises:
+            GeoError: they could not be fetched.
+            ValueError, TypeError: the file has no such pages.
+            FetchStopped: the scene was closed.
+        """
+
+    def stop(self) -> None:
+        """End a running `fetch`; later ones raise at once."""
+
+
+class FetchStopped(Exception):
+    """The scene was closed while something was fetched for it."""
+
+
 class SceneClosed(Exception):
     """The scene was closed, perhaps by another thread."""
 
@@ -108,10 +133,16 @@ class OpenScene:
     info: SceneInfo
 
     def __init__(
-        self, handle: ChildHandle, made: Made, request: SceneRequest, release: Callable[[], None]
+        self,
+        handle: ChildHandle,
+        made: Made,
+        request: SceneRequest,
+        release: Callable[[], None],
+        fetch: RangeFetch | None = None,
     ) -> None:
         self._child, self._made, self._folder, self._request = handle, made, made.path, request
         self._release: Callable[[], None] | None = release
+        self._fetch = fetch
         self._lock = threading.Lock()  # one question at a time
         self._closing = threading.Lock()
         self._closed = self._ended = False
@@ -240,6 +271,8 @@ class OpenScene:
     def abandon(self) -> None:
         """Close the scene, but keep its place among the open scenes."""
         self._closed = True
+        if self._fetch is not None:
+            self._fetch.stop()
         self._end_child()
         self._made.remove()
 
@@ -280,7 +313,16 @@ class OpenScene:
 
         try:
             answer, length = receive(self._child.sock, room, deadline)
+            while "need" in answer and self._fetch is not None:
+                began = time.monotonic()
+                self._fetch.fetch(int(answer["need"]), answer["pages"], self._deadline)
+                deadline = min(deadline + time.monotonic() - began, self._deadline)
+                send(self._child.sock, {}, deadline=deadline)
+                answer, length = receive(self._child.sock, room, deadline)
             refusal = _refusal(answer["error"]) if "error" in answer else None
+        except GeoError:  # of a fetch, which the child still waits for
+            self._child.kill()
+            raise
         except (ValueError, KeyError, TypeError):  # a child that a raster has taken over may say anything
             self._child.kill()
             raise RasterBroken("the raster could not be decoded") from None
@@ -299,6 +341,8 @@ class OpenScene:
             raise SceneClosed
         try:
             yield
+        except FetchStopped:
+            raise SceneClosed from None
         except TimeoutError:
             self._child.kill()
             raise (late or self._too_slow)() from None
