@@ -246,6 +246,22 @@ class AssetsRequest(GeoOptions):
     )
 
 
+class ItemRequest(GeoOptions):
+    """`data` of a /pooling request of a STAC item.
+
+    Attributes:
+        item: the item, or its address; the model's bands are found among its assets.
+    """
+
+    item: dict[str, Any] | Annotated[str, Field(max_length=URL_CHARACTERS)] = Field(repr=False)
+
+    @model_validator(mode="after")
+    def _has_no_indices(self) -> Self:
+        if self.indices is not None:
+            raise ValueError("indices: an item's bands are found by their names; name files with assets")
+        return self
+
+
 @dataclass(frozen=True)
 class UploadRequest:
     """A request whose body is the raster file, with the options of its query."""
@@ -337,7 +353,7 @@ class GeoAnswer(ReadOnlyModel):
     fetched: Fetched | None = None
 
 
-AnyGeoRequest = GeoRequest | AssetsRequest
+AnyGeoRequest = GeoRequest | AssetsRequest | ItemRequest
 Options = TypeVar("Options", bound=GeoOptions)
 
 
@@ -353,8 +369,9 @@ def geo_request(data: object) -> AnyGeoRequest:
             '{"data": {"data": ..., "data_format": ...}}',
             param="data",
         )
-    if isinstance(data, AssetsRequest) or (isinstance(data, Mapping) and "assets" in data):
-        return _validated(AssetsRequest, data)
+    for kind, field in ((AssetsRequest, "assets"), (ItemRequest, "item")):
+        if isinstance(data, kind) or (isinstance(data, Mapping) and field in data):
+            return _validated(kind, data)
     return _validated(GeoRequest, data)
 
 
@@ -399,7 +416,7 @@ def _refuse_key(key: Any, known: list[str]) -> None:
 
 def _refusal(error: ValidationError) -> RequestInvalid:
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    where = ".".join(["data", *(str(part) for part in first["loc"] if part not in ("one", "each"))])
+    where = ".".join(["data", *(str(part)[:64] for part in first["loc"] if part not in ("one", "each"))])
     message = first["msg"].removeprefix("Value error, ")
     if not first["loc"] and ": " in message:
         field, message = message.split(": ", 1)

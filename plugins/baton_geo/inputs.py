@@ -17,12 +17,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from baton_fetch.fetch import RangedFile
-from baton_geo.contract import Asset, AssetsRequest, Fetched, GeoRequest
+from baton_geo.card import Card
+from baton_geo.contract import AnyGeoRequest, Asset, AssetsRequest, Fetched, ItemRequest
 from baton_geo.errors import GeoError, RasterTooLarge
 from baton_geo.raster.messages import PAGE, FileSpec
 from baton_geo.raster.open_scene import FetchStopped
 from baton_geo.sources import Sources, ToDisk
 from baton_geo.spool import Room, Spooled, disk_error
+from baton_geo.stac import ITEM_BYTES, files_of, item_of
 
 LOOK_BYTES = 16 * PAGE  # of a file's beginning: usually its whole header
 GAP_PAGES = 8  # fetched along with what is wanted on both sides of them
@@ -195,7 +197,7 @@ def _named(where: str) -> Iterator[None]:
         raise type(error)(f"{where}: {message}", param=param) from None
 
 
-async def open_inputs(sources: Sources, request: GeoRequest | AssetsRequest) -> Inputs:
+async def open_inputs(sources: Sources, request: AnyGeoRequest, card: Card) -> Inputs:
     """Open the files of a request; the caller closes the result. When cancelled or failed, no file is left.
 
     Raises:
@@ -205,6 +207,8 @@ async def open_inputs(sources: Sources, request: GeoRequest | AssetsRequest) -> 
         named = [
             (f"data.assets.{name}", FileSpec(name=name), asset) for name, asset in request.assets.items()
         ]
+    elif isinstance(request, ItemRequest):
+        named = await _of_item(sources, request, card)
     else:
         named = [("data.data", FileSpec(), request)]
     opened: list[Input | None] = [None] * len(named)
@@ -230,6 +234,30 @@ async def open_inputs(sources: Sources, request: GeoRequest | AssetsRequest) -> 
     return Inputs(sources, files, room, len(remotes), sum(remote.first for remote in remotes))
 
 
+class _InMemory:
+    """A text as a sink of `baton_fetch`."""
+
+    def __init__(self, limit: int) -> None:
+        self.data, self._limit = bytearray(), limit
+
+    def expect(self, size: int) -> None:
+        if size > self._limit:
+            raise RasterTooLarge(f"more than {self._limit} bytes, the most that an item may have")
+
+    async def write(self, data: bytes) -> None:
+        self.expect(len(self.data) + len(data))
+        self.data += data
+
+
+async def _of_item(sources: Sources, request: ItemRequest, card: Card) -> list[tuple[str, FileSpec, Asset]]:
+    if not isinstance(request.item, str):
+        return files_of(request.item, None, card)
+    sink = _InMemory(ITEM_BYTES)
+    with _named("data.item"), sources.fetching():
+        await sources.fetcher.fetch(request.item, sink)
+    return files_of(item_of(bytes(sink.data)), request.item, card)
+
+
 async def _look(sources: Sources, room: Room, where: str, spec: FileSpec, asset: Asset) -> Input:
     with sources.new_spool(room) as spool:
         with sources.fetching():
@@ -246,7 +274,7 @@ async def _look(sources: Sources, room: Room, where: str, spec: FileSpec, asset:
     return Input(where, spec.model_copy(update={"fetched": remote.first}), spooled, remote)
 
 
-def open_inputs_sync(sources: Sources, request: GeoRequest | AssetsRequest) -> Inputs:
+def open_inputs_sync(sources: Sources, request: AnyGeoRequest, card: Card) -> Inputs:
     """Do the same for callers that cannot await, and block."""
     with ThreadPoolExecutor(1, thread_name_prefix="baton-geo-source") as pool:
-        return pool.submit(lambda: asyncio.run(open_inputs(sources, request))).result()
+        return pool.submit(lambda: asyncio.run(open_inputs(sources, request, card))).result()

@@ -115,7 +115,7 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
         elif isinstance(request, GeoRequest) and not request.partial:
             raster = await self._sources.open(request)
         else:
-            raster = await open_inputs(self._sources, request)
+            raster = await open_inputs(self._sources, request, self._card)
         # Opening may wait for a free decoder, so it must not hold the threads that open scenes need. It also
         # takes processor time: opened one after the other, the first scenes reach the engine sooner.
         opening = _in_threads(self._open_threads, self._open, raster, request, request_id, shown)
@@ -149,7 +149,7 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
         elif isinstance(request, GeoRequest) and not request.partial:
             raster = self._sources.open_sync(request)
         else:
-            raster = open_inputs_sync(self._sources, request)
+            raster = open_inputs_sync(self._sources, request, self._card)
         running = self._open(raster, request, request_id, shown)
         try:
             prompts = self._all_prompts(running)
