@@ -50,8 +50,12 @@ ASSET_NAME = 128
 
 DataFormat = Literal["b64_json", "bytes", "url", "path"]
 OutDataFormat = Literal["b64_json", "path", "url"]
-Output = Literal["mask", "probabilities", "preview", "scene", "classes"]
-Outputs = Annotated[tuple[Output, ...], Field(min_length=1, max_length=5, fail_fast=True)]
+Output = Literal[
+    "mask", "probabilities", "preview", "scene", "classes", "polygons", "geopackage", "style", "item"
+]
+Outputs = Annotated[tuple[Output, ...], Field(min_length=1, max_length=9, fail_fast=True)]
+LASTING: tuple[Output, ...] = ("mask", "probabilities", "preview", "polygons", "geopackage", "style", "item")
+"""Outputs of a request without `outputs` whose files last; see `GeoProcessor.for_files`."""
 Index = Annotated[int, Field(strict=True, ge=0, le=4095)]
 Pixel = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
@@ -61,6 +65,8 @@ BY_TYPE: dict[str, tuple[str, ...]] = {
     "image/tiff": ("mask",),
     "image/png": ("preview",),
     "application/zip": ("mask", "preview"),
+    "application/geo+json": ("polygons",),
+    "application/geopackage+sqlite3": ("geopackage",),
 }
 """Outputs by accepted media type, for a request without `outputs`."""
 
@@ -119,6 +125,7 @@ class GeoOptions(ReadOnlyModel):
         indices: indices of the file's bands for the model, from 0, in the model's order; None: chosen by the
             bands' names, or by their order.
         outputs: the first becomes `data` of the answer, the others its `files`.
+        sieve: pixels; of the polygons smaller ones become part of their largest neighbour. 0, 1: none do.
         dates: one per time step, for models with temporal embeddings; None: of the raster.
         location: of the scene, for models with location embeddings; None: of the raster.
         scale: a pixel's value is number * scale + offset, in the unit of the model's integer files or of its
@@ -137,6 +144,7 @@ class GeoOptions(ReadOnlyModel):
     out_data_format: OutDataFormat = "b64_json"
     indices: Indices | None = None
     outputs: Outputs = ("mask",)
+    sieve: int = Field(0, strict=True, ge=0, le=10_000_000)
     dates: Days | None = None
     location: Location | None = None
     scale: OneOrEach = None
@@ -320,7 +328,7 @@ class GeoAnswer(ReadOnlyModel):
     Attributes:
         type: always `b64_json`, as in vLLM's reference plugin.
         data_format: always `b64_json`, as in TerraTorch.
-        format: of `data`: `tiff`, or `png` for a preview.
+        format: of `data`: `tiff`, or what it is called of others, as `png` of a preview.
         data: the first requested output, base64.
         request_id: of the server; None offline.
         crs: of the raster, `EPSG:32630` or WKT; None: the raster has none.
@@ -338,7 +346,7 @@ class GeoAnswer(ReadOnlyModel):
 
     type: Literal["b64_json"] = "b64_json"
     data_format: Literal["b64_json"] = "b64_json"
-    format: Literal["tiff", "png"] = "tiff"
+    format: Literal["tiff", "png", "geojson", "gpkg", "qml", "json"] = "tiff"
     data: str = Field(repr=False)
     request_id: str | None = None
     crs: str | None
@@ -441,7 +449,8 @@ def options_of_query(query: Mapping[str, str], accept: Sequence[str]) -> GeoOpti
     fields: dict[str, Any] = {name: READERS.get(name, str)(value) for name, value in query.items()}
     if "outputs" not in fields:
         named = next((BY_TYPE[kind] for kind in accept if kind in BY_TYPE), None)
-        fields["outputs"] = named or ("mask",)
+        if named is not None:
+            fields["outputs"] = named
     try:
         return geo_options(fields)
     except RequestInvalid as error:
@@ -456,6 +465,13 @@ def _numbers(value: str) -> list[int]:
         raise RequestInvalid(
             "indices: must be band indices from 0, separated by commas, e.g. 0,1,2", param="indices"
         ) from None
+
+
+def _count(value: str) -> int:
+    try:
+        return int(value)
+    except ValueError:
+        raise RequestInvalid("sieve: must be a number of pixels, e.g. 9", param="sieve") from None
 
 
 def _words(value: str) -> list[str]:
@@ -505,6 +521,7 @@ READERS: dict[str, Callable[[str], Any]] = {
     "outputs": _words,
     "dates": _words,
     "location": _place,
+    "sieve": _count,
     "scale": _number("scale"),
     "offset": _number("offset"),
     "window": _four("window", int, "column,row,width,height, e.g. 0,0,1024,1024"),

@@ -23,6 +23,7 @@ from vllm.plugins.io_processors.interface import IOProcessor
 from vllm.renderers import BaseRenderer
 
 from baton_geo.contract import (
+    LASTING,
     AnyGeoRequest,
     GeoAnswer,
     GeoRequest,
@@ -34,7 +35,7 @@ from baton_geo.errors import RasterTooLarge
 from baton_geo.inputs import Inputs, open_inputs, open_inputs_sync
 from baton_geo.prithvi import PrithviConfig, card_of
 from baton_geo.raster.decoders import Decoders
-from baton_geo.raster.messages import SceneRequest
+from baton_geo.raster.messages import FILES, SceneRequest
 from baton_geo.scenes import Coordinates, FinishedScene, RunningScene, RunningScenes, prompt
 from baton_geo.settings import geo_settings
 from baton_geo.sources import Sources
@@ -101,6 +102,25 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
             RequestInvalid: an option is unknown or wrong.
         """
         return UploadRequest(file, options_of_query(query, accept))
+
+    def for_files(self, data: PluginRequest) -> PluginRequest:
+        """Ask for every output that lasts, if the request names none."""
+        options = data.options if isinstance(data, UploadRequest) else data
+        if "outputs" in options.model_fields_set:
+            return data
+        wider = options.model_copy(update={"outputs": LASTING})
+        return UploadRequest(data.file, wider) if isinstance(data, UploadRequest) else wider
+
+    def progress(self, request_id: str) -> dict[str, int]:
+        """Count a running request's tiles, those of them that are done, and the bytes fetched."""
+        for running in self._scenes.of_request(request_id):
+            fetched = running.raster.fetched()
+            return {
+                "tiles": running.scene.info.tiles,
+                "tiles_done": running.scene.tiles_done,
+                "bytes_fetched": 0 if fetched is None else fetched.bytes,
+            }
+        return {}
 
     def for_description(self, data: PluginRequest) -> Shown:
         """Ask for a preview too, for `describe`."""
@@ -193,11 +213,9 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
             indices=options.indices,
             scale=options.scale,
             offset=options.offset,
-            mask="mask" in options.outputs,
-            probabilities="probabilities" in options.outputs,
-            preview=shown or "preview" in options.outputs,
-            scene="scene" in options.outputs,
-            classes="classes" in options.outputs,
+            sieve=options.sieve,
+            name=request_id,
+            **{output: output in options.outputs or (shown and output == "preview") for output in FILES},
         )
         try:
             paths = raster.path if isinstance(raster, Spooled) else raster.paths

@@ -23,17 +23,13 @@ from numpy.typing import NDArray
 from baton_geo.contract import ClassArea, Fetched, GeoAnswer, GeoFile, GeoOptions
 from baton_geo.errors import RasterUnusable, RequestInvalid
 from baton_geo.prithvi import PrithviConfig
-from baton_geo.raster.messages import ClassCount, Products, SceneInfo
+from baton_geo.raster.messages import FILES, ClassCount, Products, SceneInfo
 
 SERIALS = 2**31 - 2
 """Number of serial numbers: token ids are int32, and 0 is not used."""
-MEDIA_TYPES = {
-    "mask": "image/tiff",
-    "probabilities": "image/tiff",
-    "preview": "image/png",
-    "scene": "image/png",
-    "classes": "image/png",
-}
+FORMATS: dict[str, Any] = {
+    ".tif": "tiff", ".png": "png", ".geojson": "geojson", ".gpkg": "gpkg", ".qml": "qml", ".json": "json"
+}  # fmt: skip
 PIECE = 3 * 128 * 1024
 
 
@@ -214,7 +210,7 @@ class FinishedScene:
     def files(self) -> list[tuple[str, str, Path]]:
         """List name, media type and path of each output, in the order of the request."""
         return [
-            (path.name, MEDIA_TYPES[output], path)
+            (path.name, FILES[output][1], path)
             for output in self.running.options.outputs
             if (path := getattr(self.products, output)) is not None
         ]
@@ -223,11 +219,11 @@ class FinishedScene:
         """Describe the areas in one line; with media type and path of the preview, if there is one."""
         words = f"Areas: {', '.join(_area(area) for area in self.products.areas)}."
         preview = self.products.preview
-        return words, None if preview is None else (MEDIA_TYPES["preview"], preview)
+        return words, None if preview is None else (FILES["preview"][1], preview)
 
     def answer(self) -> GeoAnswer:
         """Make the JSON answer."""
-        (_, kind, first), *others = self.files()
+        (_, _, first), *others = self.files()
         info = self.running.scene.info
         areas = tuple(
             ClassArea(
@@ -236,7 +232,7 @@ class FinishedScene:
             for value, area in enumerate(self.products.areas)
         )
         return GeoAnswer(
-            format="png" if kind == "image/png" else "tiff",
+            format=FORMATS[first.suffix],
             data=_text(first),
             request_id=self.running.request_id,
             crs=info.crs,

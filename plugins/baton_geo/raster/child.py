@@ -32,6 +32,7 @@ from baton_geo.raster.pixels.grid import Floats, Grid
 from baton_geo.raster.pixels.values import PixelCheck, Scaling
 from baton_geo.raster.products.output_files import Mosaic, ProductWriter
 from baton_geo.raster.products.preview import LONGEST, draw_classes, draw_preview, draw_scene, rgb_bands
+from baton_geo.raster.products.vectors import write_item, write_vectors
 from baton_geo.raster.reading.geotiff import GeoTiff
 from baton_geo.raster.reading.headers import (
     HEAD_BYTES,
@@ -287,8 +288,19 @@ class SceneJob:
             draw_scene(self._thumbnail).save(self._folder / SCENE)
         if self._request.classes:
             draw_classes(self._request.card, self._products.thumbnail).save(self._folder / CLASSES)
+        tally = Tally(areas=areas, nodata_pixels=nodata_pixels, notes=tuple(notes))
+        self._write_vectors(tally)
         self._source.close()
-        return Tally(areas=areas, nodata_pixels=nodata_pixels, notes=tuple(notes))
+        return tally
+
+    def _write_vectors(self, tally: Tally) -> None:
+        request, source = self._request, self._source
+        size = source.width, source.height
+        if request.polygons or request.geopackage or request.style:
+            write_vectors(self._folder, request, source.place, size)
+        if request.item:
+            notes = (*source.notes, *tally.notes)
+            write_item(self._folder, request, source.place, size, source.acquired, tally, notes)
 
     def _flush(self) -> None:
         for top, probabilities in self._mosaic.finished():

@@ -28,6 +28,19 @@ NoteCode = Literal[
 """The kinds of notes; the README says what each means."""
 MASK, PROBABILITIES, PREVIEW = "mask.tif", "probabilities.tif", "preview.png"  # in the request's folder
 SCENE, CLASSES = "scene.png", "classes.png"
+GEOJSON, GEOPACKAGE, STYLE, ITEM = "mask.geojson", "mask.gpkg", "mask.qml", "item.json"
+FILES = {
+    "mask": (MASK, "image/tiff"),
+    "probabilities": (PROBABILITIES, "image/tiff"),
+    "preview": (PREVIEW, "image/png"),
+    "scene": (SCENE, "image/png"),
+    "classes": (CLASSES, "image/png"),
+    "polygons": (GEOJSON, "application/geo+json"),
+    "geopackage": (GEOPACKAGE, "application/geopackage+sqlite3"),
+    "style": (STYLE, "application/x-qgis-layer-settings"),
+    "item": (ITEM, "application/json"),
+}
+"""File name and media type of each output."""
 LENGTHS = struct.Struct("<II")
 STATUS = struct.Struct("<i")  # the wait status of an ended child, which the fork server sends
 HEADER_LIMIT = 8 * 1024 * 1024
@@ -83,6 +96,12 @@ class SceneRequest(Message):
         preview: whether to write the preview.
         scene: whether to write a picture of the scene alone.
         classes: whether to write a picture of the classes alone.
+        polygons: whether to write the mask's polygons as GeoJSON.
+        geopackage: whether to write them as a GeoPackage.
+        style: whether to write the mask's style for QGIS.
+        item: whether to write a STAC item of the files.
+        sieve: pixels; of the polygons smaller ones become part of their largest neighbour.
+        name: of the item.
     """
 
     card: Card
@@ -99,6 +118,12 @@ class SceneRequest(Message):
     preview: bool = False
     scene: bool = False
     classes: bool = False
+    polygons: bool = False
+    geopackage: bool = False
+    style: bool = False
+    item: bool = False
+    sieve: int = 0
+    name: str | None = None
 
 
 class SceneInfo(Message):
@@ -171,6 +196,10 @@ class Products(Tally):
         preview: PNG.
         scene: PNG of the scene without the classes.
         classes: PNG of the classes without the scene, of the same size.
+        polygons: GeoJSON of the mask's polygons.
+        geopackage: GeoPackage of them.
+        style: QGIS style of the mask.
+        item: STAC item of the files.
     """
 
     mask: Path | None = None
@@ -178,6 +207,10 @@ class Products(Tally):
     preview: Path | None = None
     scene: Path | None = None
     classes: Path | None = None
+    polygons: Path | None = None
+    geopackage: Path | None = None
+    style: Path | None = None
+    item: Path | None = None
 
 
 def _arm(sock: socket.socket, deadline: float | None) -> None:

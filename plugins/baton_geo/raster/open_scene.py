@@ -23,11 +23,7 @@ import numpy.typing as npt
 
 from baton_geo.errors import DecoderBusy, GeoError, RasterBroken, RasterTooLarge
 from baton_geo.raster.messages import (
-    CLASSES,
-    MASK,
-    PREVIEW,
-    PROBABILITIES,
-    SCENE,
+    FILES,
     STATUS,
     Products,
     SceneInfo,
@@ -226,6 +222,11 @@ class OpenScene:
             send(self._child.sock, {"do": "write", "tile": tile}, body, deadline=self._deadline)
             self._tiles[tile] = DONE
 
+    @property
+    def tiles_done(self) -> int:
+        """Number of tiles that are written, or hold no data."""
+        return self._tiles.count(DONE)
+
     def finish(self) -> Products:
         """Write the files, once every tile is done; `close` removes them.
 
@@ -240,12 +241,13 @@ class OpenScene:
                 raise ValueError(f"{missing} of {len(self._tiles)} tiles are not done")
             send(self._child.sock, {"do": "finish"}, deadline=self._deadline)
             tally = self._parsed(Tally, "tally", self._receive(self._deadline))
+            wanted = {
+                output: self._product(name)
+                for output, (name, _) in FILES.items()
+                if getattr(self._request, output)
+            }
             return Products(
-                mask=self._product(MASK) if self._request.mask else None,
-                probabilities=self._product(PROBABILITIES) if self._request.probabilities else None,
-                preview=self._product(PREVIEW) if self._request.preview else None,
-                scene=self._product(SCENE) if self._request.scene else None,
-                classes=self._product(CLASSES) if self._request.classes else None,
+                **wanted,
                 areas=tally.areas,
                 nodata_pixels=tally.nodata_pixels,
                 notes=tally.notes,

@@ -34,7 +34,7 @@ QUIET_LIBRARIES = {
     "OPENBLAS_NUM_THREADS": "1",
     "PROJ_NETWORK": "OFF",
 }
-DRIVERS = frozenset({"GTiff", "COG", "MEM"})  # COG writes only
+DRIVERS = frozenset({"GTiff", "COG", "MEM", "Memory"})  # COG writes only; Memory holds polygons, no file
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # system call numbers, the same on every architecture
 VERSION_FLAG, PATH_BENEATH = 1, 1
