@@ -48,6 +48,7 @@ from baton.library.here.records import RecordFolder
 from baton.library.holdings import HandoffThreads
 from baton.library.library import Library
 from baton.library.tiers import Here, Tier, nowhere
+from baton.pooling.jobs import SceneJobs
 from baton.pooling.run import Pooling
 from baton.relay.door import open_relay
 from baton.responses.service import StoredResponses, response_threads
@@ -201,6 +202,7 @@ def _build_gateway(settings: Settings, fleet: Fleet) -> Gateway:
         ),
         bodies,
         TrialCompiler(settings.limits, metrics.queues),
+        SceneJobs(settings.scenes, settings.scenes_folder, metrics.queues),
     )
 
 
@@ -261,6 +263,7 @@ async def _services(
             gateway.library.running(),
             _watching(watch_lag(gateway.metrics.loop_lag, lambda: gateway.fleet.ready), memory.run()),
             _metrics_port(gateway, metrics_listener),
+            contextlib.aclosing(gateway.scenes),
         ):
             yield
 

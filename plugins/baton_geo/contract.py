@@ -377,9 +377,10 @@ def geo_request(data: object) -> AnyGeoRequest:
             '{"data": {"data": ..., "data_format": ...}}',
             param="data",
         )
-    for kind, field in ((AssetsRequest, "assets"), (ItemRequest, "item")):
-        if isinstance(data, kind) or (isinstance(data, Mapping) and field in data):
-            return _validated(kind, data)
+    if isinstance(data, AssetsRequest) or (isinstance(data, Mapping) and "assets" in data):
+        return _validated(AssetsRequest, data)
+    if isinstance(data, ItemRequest) or (isinstance(data, Mapping) and "item" in data):
+        return _validated(ItemRequest, data)
     return _validated(GeoRequest, data)
 
 

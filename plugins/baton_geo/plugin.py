@@ -105,11 +105,11 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
 
     def for_files(self, data: PluginRequest) -> PluginRequest:
         """Ask for every output that lasts, if the request names none."""
-        options = data.options if isinstance(data, UploadRequest) else data
-        if "outputs" in options.model_fields_set:
-            return data
-        wider = options.model_copy(update={"outputs": LASTING})
-        return UploadRequest(data.file, wider) if isinstance(data, UploadRequest) else wider
+        wider = {"outputs": LASTING}
+        if isinstance(data, UploadRequest):
+            named = "outputs" in data.options.model_fields_set
+            return data if named else UploadRequest(data.file, data.options.model_copy(update=wider))
+        return data if "outputs" in data.model_fields_set else data.model_copy(update=wider)
 
     def progress(self, request_id: str) -> dict[str, int]:
         """Count a running request's tiles, those of them that are done, and the bytes fetched."""

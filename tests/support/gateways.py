@@ -106,7 +106,7 @@ def run_fake(
 ) -> Iterator[FakeGateway]:
     """A gateway in a thread, on a free port of 127.0.0.1."""
     served = tuple(EngineSettings(name=engine.name, model="fake") for engine in engines)
-    nothing = {"responses": {"budget": 0}}  # of this machine's user
+    nothing = {"responses": {"budget": 0}, "scenes": {"budget": 0}}  # of this machine's user
     settings = load_settings(**({"port": 0, "engines": served, "metrics": {"port": 0}} | nothing | overrides))
     fleet = Fleet(engines)
     ready = threading.Event()

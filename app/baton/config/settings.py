@@ -34,6 +34,7 @@ from baton.config.groups import (
     MetricsSettings,
     PoolingSettings,
     ResponseSettings,
+    SceneSettings,
     SupervisionSettings,
     TlsSettings,
     UiSettings,
@@ -125,6 +126,7 @@ class Settings(BaseSettings):
     supervision: SupervisionSettings = SupervisionSettings()
     handoffs: HandoffSettings = HandoffSettings()
     responses: ResponseSettings = ResponseSettings()
+    scenes: SceneSettings = SceneSettings()
     pooling: PoolingSettings = PoolingSettings()
     ui: UiSettings = UiSettings()
     engines: tuple[EngineSettings, ...] = Field(
@@ -243,6 +245,13 @@ class Settings(BaseSettings):
         if self.responses.folder is not None:
             return self.responses.folder.expanduser()
         return Path(self.handoff_store.removeprefix("file:")) / "responses"
+
+    @property
+    def scenes_folder(self) -> Path:
+        """Return the folder of the scenes that are kept."""
+        if self.scenes.folder is not None:
+            return self.scenes.folder.expanduser()
+        return Path(self.handoff_store.removeprefix("file:")) / "scenes"
 
     @property
     def keys_file(self) -> Path:

@@ -23,6 +23,7 @@ from baton.http.body.json import is_small, parse_object
 from baton.http.body.trial import TrialCompiler
 from baton.images.reader import ImageReader
 from baton.library.library import Library
+from baton.pooling.jobs import SceneJobs
 from baton.pooling.run import Pooling
 from baton.relay.door import Relay
 from baton.responses.service import StoredResponses
@@ -42,7 +43,7 @@ UPLOAD_TYPES = frozenset(
         "image/webp",
     }
 )
-"""Media types of `POST /pooling` whose body is a file, not JSON."""
+"""Media types of `POST /pooling` and `/v1/scenes` whose body is a file, not JSON."""
 
 
 def media_type_of(request: Request) -> str:
@@ -180,6 +181,7 @@ class Gateway:
     images: ImageReader
     body_threads: FairThreads
     compiler: TrialCompiler
+    scenes: SceneJobs
 
 
 def gateway_of(request: Request) -> Gateway:

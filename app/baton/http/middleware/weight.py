@@ -39,7 +39,7 @@ class MemoryShortageMiddleware:
 # Limit the size of a request's body, the time it may take to arrive, and the memory of all bodies.
 
 
-UPLOAD_PATH = "/pooling"
+UPLOAD_PATHS = ("/pooling", "/v1/scenes")
 
 
 class BodyLimitMiddleware:
@@ -60,7 +60,7 @@ class BodyLimitMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        upload = scope["path"] == UPLOAD_PATH and media_type_of(Request(scope)) in UPLOAD_TYPES
+        upload = scope["path"] in UPLOAD_PATHS and media_type_of(Request(scope)) in UPLOAD_TYPES
         budget = self._uploads if upload else self._bodies
         limit = ByteSize(budget.room.each)
         for name, value in scope["headers"]:

@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-from baton.http.routes import adapters, engines, handoffs, mcp, openai, operations, pooling, responses
+from baton.http.routes import adapters, engines, handoffs, mcp, openai, operations, pooling, responses, scenes
 
 ROUTERS = (
     openai.router,
     responses.router,
     pooling.router,
+    scenes.router,
     handoffs.router,
     engines.router,
     adapters.router,

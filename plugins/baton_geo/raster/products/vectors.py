@@ -459,22 +459,15 @@ def _footprint(ground: Ground) -> tuple[list[float] | None, dict[str, Any] | Non
         return None, None
     if ground.meridian is None:
         border = ground.on_earth(ground.border(), np.zeros(len(border), np.bool_))
-        west, south, east, north = *border.min(axis=0), *border.max(axis=0)
-        return [float(n) for n in (west, south, east, north)], {
-            "type": "Polygon",
-            "coordinates": [_ring(border)],
-        }
-    west, south, east, north = *border.min(axis=0), *border.max(axis=0)
+    west, south, east, north = map(float, (*border.min(axis=0), *border.max(axis=0)))
+    if ground.meridian is None:
+        return [west, south, east, north], {"type": "Polygon", "coordinates": [_ring(border)]}
     west, east = west - (ground.meridian - 180), east - (ground.meridian + 180)
     sides = [
         [[[a, south], [b, south], [b, north], [a, north], [a, south]]]
         for a, b in ((west, 180.0), (-180.0, east))
     ]
-    coordinates = json.loads(json.dumps(sides, default=float))
-    return [float(n) for n in (west, south, east, north)], {
-        "type": "MultiPolygon",
-        "coordinates": coordinates,
-    }
+    return [west, south, east, north], {"type": "MultiPolygon", "coordinates": sides}
 
 
 def _ring(border: Points) -> list[list[float]]:

@@ -152,7 +152,7 @@ class GeoTiff:
         """See `Source`."""
         window = windows.Window(left, top, out.shape[2], out.shape[1])
         if self._file.by_ranges:
-            self._want(top, left, *out.shape[1:], bands)
+            self._want(top, left, out.shape[1], out.shape[2], bands)
         try:
             self._dataset.read([band + 1 for band in bands], window=window, out=out)
         except BROKEN as error:
@@ -244,12 +244,13 @@ class GeoTiff:
         return FileBands(tuple(bands), read_product(self._tags(), texts), header.images - 1)
 
     def _tags(self) -> dict[str, str]:
-        return self._dataset.tags() | self._spec.tags
+        own: dict[str, str] = self._dataset.tags()
+        return own | self._spec.tags
 
     def _band_tags(self, number: int) -> dict[str, str]:
         more = self._spec.band_tags[number - 1 : number]
         own: dict[str, str] = self._dataset.tags(number)
-        return own | more[0] if more else own
+        return own | (more[0] if more else {})
 
     def _stated(self) -> Stated:
         data = self._dataset

@@ -129,7 +129,7 @@ def _box_on_grid(
             raise RasterUnusable("bbox: nothing of the box is on the map of the scene", param="bbox")
         xs, ys = (np.array(numbers)[finite] for numbers in points[:2])
     grid = np.linalg.inv(_matrix(place.transform))
-    turns = (0.0,)
+    turns: tuple[float, ...] = (0.0,)
     if own.is_geographic:
         xs = np.unwrap(xs, period=AROUND) if asked != own else xs
         turns = (0.0, AROUND, -AROUND)
@@ -312,7 +312,8 @@ def _ratio(ground: Source, other: Source, on: str, name: str) -> float:
 def _nearest(begin: int, length: int, ratio: float, most: int) -> npt.NDArray[np.int64]:
     """Return the pixels that the centres of some pixels of the scene lie in, along one axis."""
     centres = (np.arange(begin, begin + length) + 0.5) / ratio
-    return np.minimum(np.floor(centres + 1e-9).astype(np.int64), most - 1)
+    pixels: npt.NDArray[np.int64] = np.floor(centres + 1e-9).astype(np.int64)
+    return pixels.clip(max=most - 1)
 
 
 def _weights(
@@ -342,7 +343,7 @@ def _on_grid(
     y, x = int(down.min()), int(across.min())
     raw = np.empty((len(bands), int(down.max()) - y + 1, int(across.max()) - x + 1), source.dtype)
     source.read(y, x, bands, raw)
-    hidden = source.hidden(y, x, *raw.shape[1:], bands)
+    hidden = source.hidden(y, x, raw.shape[1], raw.shape[2], bands)
     near = np.ix_(
         _nearest(top, rows, layer.ratio, source.height) - y,
         _nearest(left, columns, layer.ratio, source.width) - x,
@@ -373,6 +374,10 @@ def _blend(
     across: npt.NDArray[np.int64],
     of_columns: npt.NDArray[np.float64],
 ) -> npt.NDArray[np.float64]:
-    lines = sum(of_rows[:, tap, None] * band[down[:, tap]] for tap in range(down.shape[1]))
-    blended = sum(of_columns[:, tap] * lines[:, across[:, tap]] for tap in range(across.shape[1]))
-    return np.asarray(blended, np.float64)
+    lines = np.zeros((len(down), band.shape[1]))
+    for tap in range(down.shape[1]):
+        lines += of_rows[:, tap, None] * band[down[:, tap]]
+    blended = np.zeros((len(down), len(across)))
+    for tap in range(across.shape[1]):
+        blended += of_columns[:, tap] * lines[:, across[:, tap]]
+    return blended
