@@ -54,6 +54,7 @@ from baton.library.here.records import RecordFolder
 from baton.library.holdings import HandoffThreads
 from baton.library.library import Library
 from baton.library.tiers import Here, Tier, nowhere
+from baton.pooling.jobs import SceneJobs
 from baton.pooling.run import Pooling
 from baton.relay.door import open_relay
 from baton.reload import Reloads
@@ -250,6 +251,7 @@ def _build_gateway(settings: Settings, fleet: Fleet, keyring: Keyring | None) ->
             keep_days=settings.usage.keep_days,
         ),
         AuditLog(settings.auth.audit_file, metrics.usage.unaudited.inc),
+        SceneJobs(settings.scenes, settings.scenes_folder, metrics.queues),
     )
 
 
@@ -318,6 +320,7 @@ async def _services(
             gateway.library.running(),
             _watching(watch_lag(gateway.metrics.loop_lag, lambda: gateway.fleet.ready), memory.run()),
             _metrics_port(gateway, metrics_listener),
+            contextlib.aclosing(gateway.scenes),
         ):
             yield
 

@@ -8,10 +8,12 @@ a second answer of the resolver (DNS rebinding) has no effect. TLS still verifie
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import ssl
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 from urllib.parse import urljoin
@@ -35,6 +37,23 @@ _ADDRESSES_TRIED = 4
 _CONNECT_SECONDS = 5.0
 _REDIRECT_STATUS = (301, 302, 303, 307, 308)
 _CHUNK = 1024 * 1024
+_CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})", re.ASCII)
+
+
+@dataclass(frozen=True)
+class RangedFile:
+    """A file at a URL whose host sends ranges of it.
+
+    Attributes:
+        size: of the whole file, bytes.
+        validator: the host's ETag, else its Last-Modified; "": it sends neither.
+        first: bytes of the file's beginning that `Fetcher.look` has written.
+    """
+
+    url: str
+    size: int
+    validator: str
+    first: int
 
 
 class Sink(Protocol):
@@ -98,16 +117,71 @@ class Fetcher:
             FetchRefused: the URL, or one to which it redirects, is not allowed.
             FetchFailed: the file could not be fetched, or not in time.
         """
+        await self._in_time(url, {}, partial(_take, sink=sink))
+
+    async def look(self, url: str, first: int, sink: Sink) -> RangedFile | None:
+        """Write the first bytes of the file at a URL to `sink`, or all of it if its host sends no ranges.
+
+        Args:
+            first: bytes to ask for.
+
+        Returns:
+            None: all of the file was written.
+
+        Raises:
+            FetchRefused, FetchFailed: as `fetch`.
+        """
+        found: list[RangedFile] = []
+
+        async def take(response: httpx.Response) -> None:
+            if response.status_code != 206:
+                return await _take(response, sink)
+            begin, end, size = _content_range(response)
+            if begin or end != min(first, size):
+                raise FetchFailed("the host sent another range than it was asked for")
+            await _take_range(response, end, sink)
+            found.append(RangedFile(url, size, _validator(response), end))
+            return None
+
+        await self._in_time(url, {"Range": f"bytes=0-{first - 1}"}, take)
+        return found[0] if found else None
+
+    async def fetch_range(self, file: RangedFile, begin: int, end: int, sink: Sink) -> None:
+        """Write the bytes from `begin` up to `end`, not included, of a file to `sink`.
+
+        Raises:
+            FetchRefused: as `fetch`.
+            FetchFailed: as `fetch`, or the file is not the one that `look` has seen.
+        """
+
+        async def take(response: httpx.Response) -> None:
+            if response.status_code == 200:
+                raise FetchFailed("the host sent no range, though it did before")
+            if response.status_code == 206 and (
+                _content_range(response)[2] != file.size or _validator(response) != file.validator
+            ):
+                raise FetchFailed("the file changed while it was read; try again")
+            if response.status_code != 206 or _content_range(response)[:2] != (begin, end):
+                raise FetchFailed("the host sent another range than it was asked for")
+            await _take_range(response, end - begin, sink)
+
+        await self._in_time(file.url, {"Range": f"bytes={begin}-{end - 1}"}, take)
+
+    async def _in_time(
+        self, url: str, more: Mapping[str, str], take: Callable[[httpx.Response], Awaitable[None]]
+    ) -> None:
         target = self._target(url)
         try:
             async with asyncio.timeout(self._seconds):
-                await self._follow(target, sink)
+                await self._follow(target, more, take)
         except TimeoutError:
             raise FetchFailed(f"the file took longer than {self._seconds:g} s") from None
 
-    async def _follow(self, target: Target, sink: Sink) -> None:
+    async def _follow(
+        self, target: Target, more: Mapping[str, str], take: Callable[[httpx.Response], Awaitable[None]]
+    ) -> None:
         for _ in range(REDIRECTS + 1):
-            onward = await self._hop(target, sink)
+            onward = await self._hop(target, more, take)
             if onward is None:
                 return
             try:
@@ -119,32 +193,45 @@ class Fetcher:
     def _target(self, url: str) -> Target:
         return target_of(url, self._hosts, allow_http=self._allow_http)
 
-    async def _hop(self, target: Target, sink: Sink) -> str | None:
-        """Request a target; write its file to `sink`, or return the URL to which it redirects."""
+    async def _hop(
+        self, target: Target, more: Mapping[str, str], take: Callable[[httpx.Response], Awaitable[None]]
+    ) -> str | None:
+        """Request a target; take its file, or return the URL to which it redirects.
+
+        Args:
+            more: headers beside the usual ones.
+        """
         addresses = await self._addresses(target)
         # A transport for this request alone: no automatic redirects, proxies or cookies.
         async with httpx.AsyncHTTPTransport(verify=await self._trust(target), trust_env=False) as transport:
             try:
-                response = await self._send(transport, target, addresses)
+                response = await self._send(transport, target, addresses, more)
                 try:
-                    return await _take(response, target, sink)
+                    if response.status_code in _REDIRECT_STATUS:
+                        return _location(response, target)
+                    await take(response)
+                    return None
                 finally:
                     await response.aclose()
             except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError) as error:
                 raise FetchFailed(_reason(error)) from None
 
     async def _send(
-        self, transport: httpx.AsyncHTTPTransport, target: Target, addresses: Sequence[IP]
+        self,
+        transport: httpx.AsyncHTTPTransport,
+        target: Target,
+        addresses: Sequence[IP],
+        more: Mapping[str, str],
     ) -> httpx.Response:
         """Return the response (head only) from the first IP address that accepts a connection."""
         seconds = self._seconds
         timeout = httpx.Timeout(seconds, connect=min(seconds, _CONNECT_SECONDS))
         for address in addresses[:-1]:
             try:
-                return await transport.handle_async_request(self._request(target, address, timeout))
+                return await transport.handle_async_request(self._request(target, address, timeout, more))
             except (httpx.ConnectError, httpx.ConnectTimeout):
                 continue
-        return await transport.handle_async_request(self._request(target, addresses[-1], timeout))
+        return await transport.handle_async_request(self._request(target, addresses[-1], timeout, more))
 
     async def _trust(self, target: Target) -> ssl.SSLContext:
         if target.scheme == "http":
@@ -180,31 +267,64 @@ class Fetcher:
                 )
         return addresses[:_ADDRESSES_TRIED]
 
-    def _request(self, target: Target, address: IP, timeout: httpx.Timeout) -> httpx.Request:
+    def _request(
+        self, target: Target, address: IP, timeout: httpx.Timeout, more: Mapping[str, str]
+    ) -> httpx.Request:
         """Build the request to an IP address, with the target's name in the Host header and in TLS."""
         path = target.path.encode("ascii")
         return httpx.Request(
             "GET",
             httpx.URL(scheme=target.scheme, host=str(address), port=target.port, raw_path=path),
-            headers={"Host": target.authority} | self._headers,
+            headers={"Host": target.authority, **self._headers, **more},
             extensions={"sni_hostname": target.host, "timeout": timeout.as_dict()},
         )
 
 
-async def _take(response: httpx.Response, target: Target, sink: Sink) -> str | None:
-    if response.status_code in _REDIRECT_STATUS:
-        return _location(response, target)
+async def _take(response: httpx.Response, sink: Sink) -> None:
     if response.status_code != 200:
         raise FetchFailed(f"the host answered {response.status_code}, not the file")
-    # Decompressing could turn a few bytes into any number (decompression bomb).
-    if response.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
-        raise FetchFailed("the host sent the file compressed, which was not asked for")
+    _require_plain(response)
     said = response.headers.get("content-length", "")
     if said.isascii() and said.isdigit() and len(said) < 20:
         sink.expect(int(said))
     async for chunk in _gathered(response.aiter_raw()):
         await sink.write(chunk)
-    return None
+
+
+async def _take_range(response: httpx.Response, length: int, sink: Sink) -> None:
+    """Write a range's bytes, exactly `length` of them, however many the host sends."""
+    _require_plain(response)
+    left = length
+    async for chunk in _gathered(response.aiter_raw()):
+        left -= len(chunk)
+        if left < 0:
+            break
+        await sink.write(chunk)
+    if left:
+        raise FetchFailed("the host sent more or fewer bytes than the range it announced")
+
+
+def _require_plain(response: httpx.Response) -> None:
+    # Decompressing could turn a few bytes into any number (decompression bomb).
+    if response.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
+        raise FetchFailed("the host sent the file compressed, which was not asked for")
+
+
+def _content_range(response: httpx.Response) -> tuple[int, int, int]:
+    """Read begin, end (not included) and size of the file from `Content-Range` (RFC 9110, section 14.4)."""
+    found = _CONTENT_RANGE.fullmatch(response.headers.get("content-range", "").strip())
+    if found is None:
+        raise FetchFailed("the host sent a range and does not say which, or of how many bytes")
+    begin, last, size = map(int, found.groups())
+    if not begin <= last < size:
+        raise FetchFailed("the host sent a range that cannot be")
+    return begin, last + 1, size
+
+
+def _validator(response: httpx.Response) -> str:
+    """Return what tells one version of a file from the next: a line of at most 256 characters."""
+    headers = response.headers
+    return str(headers.get("etag") or headers.get("last-modified") or "")[:256]
 
 
 def _location(response: httpx.Response, target: Target) -> str:

@@ -100,6 +100,23 @@ class Made:
             while rest:
                 rest = rest[os.write(self.descriptor, rest) :]
 
+    def write_at(self, data: bytes | bytearray | memoryview, place: int) -> None:
+        """Write bytes from `place` on; raises as `append`."""
+        with self._lock:
+            if not self._here:
+                raise Removed
+            rest = memoryview(data)
+            while rest:
+                written = os.pwrite(self.descriptor, rest, place)
+                rest, place = rest[written:], place + written
+
+    def grow(self, size: int) -> None:
+        """Give the file a size without its bytes: they are zeros that take no room; raises as `append`."""
+        with self._lock:
+            if not self._here:
+                raise Removed
+            os.ftruncate(self.descriptor, size)
+
     def remove(self) -> None:
         """Remove the file or folder with its contents and release the lock; a second call does nothing."""
         with self._lock:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 SCALE_LIMITS = (1e-9, 1e9)
@@ -31,6 +33,9 @@ class Band(ReadOnlyModel):
         scale: factor from a file's numbers, of integers or floats, to the unit of `mean`, for a band of
             another unit than the card's, such as radar in decibels beside reflectances; None: the card's.
         valid_range: lowest and highest scaled value of a band with a `scale` of its own.
+        grid: of a scene of several files: whether this band's pixels may be the mask's, if they are the
+            finest of those that may. If no band says so, all may.
+        resampling: how it is brought onto that grid where its own pixels are of another size.
     """
 
     name: str
@@ -39,6 +44,8 @@ class Band(ReadOnlyModel):
     std: float = Field(gt=0)
     scale: float | None = Field(None, gt=0)
     valid_range: tuple[float, float] | None = None
+    grid: bool = False
+    resampling: Literal["bilinear", "nearest"] = "bilinear"
 
 
 class ClassLabel(ReadOnlyModel):

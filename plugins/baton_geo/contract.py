@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
     BeforeValidator,
@@ -45,12 +45,20 @@ URL_CHARACTERS = 2048
 PATH_CHARACTERS = 4096
 INDICES = 256
 FRAMES = 64
+ASSETS = 128
+ASSET_NAME = 128
 
 DataFormat = Literal["b64_json", "bytes", "url", "path"]
 OutDataFormat = Literal["b64_json", "path", "url"]
-Output = Literal["mask", "probabilities", "preview", "scene", "classes", "value"]
-Outputs = Annotated[tuple[Output, ...], Field(min_length=1, max_length=6, fail_fast=True)]
+Output = Literal[
+    "mask", "probabilities", "preview", "scene", "classes", "polygons", "geopackage", "style", "item", "value"
+]
+Outputs = Annotated[tuple[Output, ...], Field(min_length=1, max_length=10, fail_fast=True)]
+LASTING: tuple[Output, ...] = ("mask", "probabilities", "preview", "polygons", "geopackage", "style", "item")
+LASTING_VALUES: tuple[Output, ...] = ("value", "preview")
+"""Outputs of a request without `outputs` whose files last; see `GeoProcessor.for_files`."""
 Index = Annotated[int, Field(strict=True, ge=0, le=4095)]
+Pixel = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Numbers = Annotated[tuple[Number, ...], Field(min_length=1, max_length=INDICES, fail_fast=True)]
 Indices = Annotated[tuple[Index, ...], Field(min_length=1, max_length=INDICES, fail_fast=True)]
@@ -58,6 +66,8 @@ BY_TYPE: dict[str, tuple[str, ...]] = {
     "image/tiff": ("mask",),
     "image/png": ("preview",),
     "application/zip": ("mask", "preview"),
+    "application/geo+json": ("polygons",),
+    "application/geopackage+sqlite3": ("geopackage",),
 }
 """Outputs by accepted media type, for a request without `outputs`."""
 
@@ -116,12 +126,17 @@ class GeoOptions(ReadOnlyModel):
         indices: indices of the file's bands for the model, from 0, in the model's order; None: chosen by the
             bands' names, or by their order.
         outputs: the first becomes `data` of the answer, the others its `files`.
+        sieve: pixels; of the polygons smaller ones become part of their largest neighbour. 0, 1: none do.
         dates: one per time step, for models with temporal embeddings; None: of the raster.
         location: of the scene, for models with location embeddings; None: of the raster.
         scale: a pixel's value is number * scale + offset, in the unit of the model's integer files or of its
             float files; one number for all bands, or one a band. None: 1; if `offset` is None too, what the
             file states.
         offset: see `scale`. None: 0; if `scale` is None too, what the file states.
+        window: column, row, width and height of the part of the scene that is wanted, pixels; None: all.
+        bbox: west, south, east and north of the part that is wanted, in `bbox_crs`; x first, whatever the
+            CRS says of its axes. None: all.
+        bbox_crs: authority and code, as `EPSG:32633`; longitude and latitude on WGS 84 by default.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
@@ -130,10 +145,29 @@ class GeoOptions(ReadOnlyModel):
     out_data_format: OutDataFormat = "b64_json"
     indices: Indices | None = None
     outputs: Outputs = ("mask",)
+    sieve: int = Field(0, strict=True, ge=0, le=10_000_000)
     dates: Days | None = None
     location: Location | None = None
     scale: OneOrEach = None
     offset: OneOrEach = None
+    window: tuple[Pixel, Pixel, Pixel, Pixel] | None = None
+    bbox: tuple[Number, Number, Number, Number] | None = None
+    bbox_crs: str = Field("EPSG:4326", pattern=r"^[A-Za-z]{2,12}:[A-Za-z0-9_]{1,12}$")
+
+    @property
+    def partial(self) -> bool:
+        """Whether a part of the scene is wanted."""
+        return self.window is not None or self.bbox is not None
+
+    @model_validator(mode="after")
+    def _has_one_part(self) -> Self:
+        if self.window is not None and self.bbox is not None:
+            raise ValueError("bbox: a window is given too; give one of them")
+        if self.window is not None and not (self.window[2] and self.window[3]):
+            raise ValueError("window: column, row, width, height; it has no pixels")
+        if self.bbox is not None and self.bbox[1] >= self.bbox[3]:
+            raise ValueError("bbox: west, south, east, north; its south is not below its north")
+        return self
 
     @field_validator("scale")
     @classmethod
@@ -171,19 +205,21 @@ class GeoOptions(ReadOnlyModel):
         return value
 
 
-class GeoRequest(GeoOptions):
-    """`data` of a /pooling request.
+class Asset(ReadOnlyModel):
+    """One file.
 
     Attributes:
         data: the raster as base64, address, path or bytes; `data_format` says which.
         data_format: kind of `data`; `bytes` is only for callers in Python.
     """
 
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
     data: str | bytes = Field(repr=False)
     data_format: DataFormat
 
     @model_validator(mode="after")
-    def _data_is_what_its_format_says(self) -> GeoRequest:
+    def _data_is_what_its_format_says(self) -> Self:
         if self.data_format == "bytes" and isinstance(self.data, str):
             raise ValueError("data: JSON has no bytes; send base64 as b64_json, or upload the file")
         if self.data_format != "bytes" and isinstance(self.data, bytes):
@@ -191,6 +227,47 @@ class GeoRequest(GeoOptions):
         most = {"url": URL_CHARACTERS, "path": PATH_CHARACTERS}.get(self.data_format)
         if most is not None and len(self.data) > most:
             raise ValueError(f"data: {len(self.data)} characters; a {self.data_format} has at most {most}")
+        return self
+
+
+class GeoRequest(Asset, GeoOptions):
+    """`data` of a /pooling request of one file."""
+
+
+AssetName = Annotated[str, Field(min_length=1, max_length=ASSET_NAME)]
+
+
+def _asset(value: object) -> object:
+    """Take a text for an address."""
+    return {"data": value, "data_format": "url"} if isinstance(value, str) else value
+
+
+class AssetsRequest(GeoOptions):
+    """`data` of a /pooling request of several files on one ground.
+
+    Attributes:
+        assets: files by the names of their bands, in the words of a file's own: `B02`, `blue`; a text is an
+            address.
+    """
+
+    assets: dict[AssetName, Annotated[Asset, BeforeValidator(_asset)]] = Field(
+        min_length=1, max_length=ASSETS, repr=False
+    )
+
+
+class ItemRequest(GeoOptions):
+    """`data` of a /pooling request of a STAC item.
+
+    Attributes:
+        item: the item, or its address; the model's bands are found among its assets.
+    """
+
+    item: dict[str, Any] | Annotated[str, Field(max_length=URL_CHARACTERS)] = Field(repr=False)
+
+    @model_validator(mode="after")
+    def _has_no_indices(self) -> Self:
+        if self.indices is not None:
+            raise ValueError("indices: an item's bands are found by their names; name files with assets")
         return self
 
 
@@ -247,13 +324,27 @@ class GeoFile(ReadOnlyModel):
     data: str = Field(repr=False)
 
 
+class Fetched(ReadOnlyModel):
+    """What was fetched of files at addresses by ranges.
+
+    Attributes:
+        bytes: fetched.
+        of: bytes that the files have.
+        requests: to their hosts.
+    """
+
+    bytes: int
+    of: int
+    requests: int
+
+
 class GeoAnswer(ReadOnlyModel):
     """`data` of the response.
 
     Attributes:
         type: always `b64_json`, as in vLLM's reference plugin.
         data_format: always `b64_json`, as in TerraTorch.
-        format: of `data`: `tiff`, or `png` for a preview.
+        format: of `data`: `tiff`, or what it is called of others, as `png` of a preview.
         data: the first requested output, base64.
         request_id: of the server; None offline.
         crs: of the raster, `EPSG:32630` or WKT; None: the raster has none.
@@ -266,11 +357,13 @@ class GeoAnswer(ReadOnlyModel):
         nodata_pixels: number of pixels without data.
         notes: assumptions and missing information: a code, a colon, a sentence.
         files: the other outputs.
+        window: column, row, width and height of the part that was asked for; None: the whole scene was.
+        fetched: what was fetched of files whose parts were asked for; None: of none.
     """
 
     type: Literal["b64_json"] = "b64_json"
     data_format: Literal["b64_json"] = "b64_json"
-    format: Literal["tiff", "png"] = "tiff"
+    format: Literal["tiff", "png", "geojson", "gpkg", "qml", "json"] = "tiff"
     data: str = Field(repr=False)
     request_id: str | None = None
     crs: str | None
@@ -282,12 +375,15 @@ class GeoAnswer(ReadOnlyModel):
     nodata_pixels: int
     notes: tuple[str, ...] = ()
     files: tuple[GeoFile, ...] = ()
+    window: tuple[int, int, int, int] | None = None
+    fetched: Fetched | None = None
 
 
+AnyGeoRequest = GeoRequest | AssetsRequest | ItemRequest
 Options = TypeVar("Options", bound=GeoOptions)
 
 
-def geo_request(data: object) -> GeoRequest:
+def geo_request(data: object) -> AnyGeoRequest:
     """Parse `data` of a /pooling request.
 
     Raises:
@@ -299,6 +395,10 @@ def geo_request(data: object) -> GeoRequest:
             '{"data": {"data": ..., "data_format": ...}}',
             param="data",
         )
+    if isinstance(data, AssetsRequest) or (isinstance(data, Mapping) and "assets" in data):
+        return _validated(AssetsRequest, data)
+    if isinstance(data, ItemRequest) or (isinstance(data, Mapping) and "item" in data):
+        return _validated(ItemRequest, data)
     return _validated(GeoRequest, data)
 
 
@@ -343,7 +443,7 @@ def _refuse_key(key: Any, known: list[str]) -> None:
 
 def _refusal(error: ValidationError) -> RequestInvalid:
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    where = ".".join(["data", *(str(part) for part in first["loc"] if part not in ("one", "each"))])
+    where = ".".join(["data", *(str(part)[:64] for part in first["loc"] if part not in ("one", "each"))])
     message = first["msg"].removeprefix("Value error, ")
     if not first["loc"] and ": " in message:
         field, message = message.split(": ", 1)
@@ -368,7 +468,8 @@ def options_of_query(query: Mapping[str, str], accept: Sequence[str]) -> GeoOpti
     fields: dict[str, Any] = {name: READERS.get(name, str)(value) for name, value in query.items()}
     if "outputs" not in fields:
         named = next((BY_TYPE[kind] for kind in accept if kind in BY_TYPE), None)
-        fields["outputs"] = named or ("mask",)
+        if named is not None:
+            fields["outputs"] = named
     try:
         return geo_options(fields)
     except RequestInvalid as error:
@@ -383,6 +484,13 @@ def _numbers(value: str) -> list[int]:
         raise RequestInvalid(
             "indices: must be band indices from 0, separated by commas, e.g. 0,1,2", param="indices"
         ) from None
+
+
+def _count(value: str) -> int:
+    try:
+        return int(value)
+    except ValueError:
+        raise RequestInvalid("sieve: must be a number of pixels, e.g. 9", param="sieve") from None
 
 
 def _words(value: str) -> list[str]:
@@ -414,11 +522,27 @@ def _number(name: str) -> Callable[[str], float | list[float]]:
     return read
 
 
+def _four(name: str, kind: type[int] | type[float], example: str) -> Callable[[str], list[float]]:
+    def read(value: str) -> list[float]:
+        try:
+            numbers = [kind(part) for part in value.split(",")]
+        except ValueError:
+            numbers = []
+        if len(numbers) != 4:
+            raise RequestInvalid(f"{name}: must be four numbers with commas: {example}", param=name)
+        return numbers
+
+    return read
+
+
 READERS: dict[str, Callable[[str], Any]] = {
     "indices": _numbers,
     "outputs": _words,
     "dates": _words,
     "location": _place,
+    "sieve": _count,
     "scale": _number("scale"),
     "offset": _number("offset"),
+    "window": _four("window", int, "column,row,width,height, e.g. 0,0,1024,1024"),
+    "bbox": _four("bbox", float, "west,south,east,north, e.g. 14.1,45.0,14.3,45.2"),
 }

@@ -23,6 +23,9 @@ from vllm.plugins.io_processors.interface import IOProcessor
 from vllm.renderers import BaseRenderer
 
 from baton_geo.contract import (
+    LASTING,
+    LASTING_VALUES,
+    AnyGeoRequest,
     GeoAnswer,
     GeoOptions,
     GeoRequest,
@@ -31,9 +34,10 @@ from baton_geo.contract import (
     options_of_query,
 )
 from baton_geo.errors import RasterTooLarge, RequestInvalid
+from baton_geo.inputs import Inputs, open_inputs, open_inputs_sync
 from baton_geo.prithvi import PrithviConfig, card_of
 from baton_geo.raster.decoders import Decoders
-from baton_geo.raster.messages import SceneRequest
+from baton_geo.raster.messages import FILES, SceneRequest
 from baton_geo.scenes import Coordinates, FinishedScene, RunningScene, RunningScenes, prompt
 from baton_geo.settings import geo_settings
 from baton_geo.sources import Sources
@@ -42,8 +46,9 @@ from baton_geo.spool import Spooled, prepare_folder
 Result = TypeVar("Result")
 
 
-PluginRequest = GeoRequest | UploadRequest
-CLASS_OUTPUTS = ("mask", "probabilities", "preview", "scene", "classes")
+PluginRequest = AnyGeoRequest | UploadRequest
+Raster = Spooled | Inputs
+CLASS_OUTPUTS = tuple(output for output in FILES if output != "value")
 VALUE_OUTPUTS = ("value", "preview", "scene", "classes")
 
 
@@ -102,6 +107,25 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
         """
         return UploadRequest(file, options_of_query(query, accept))
 
+    def for_files(self, data: PluginRequest) -> PluginRequest:
+        """Ask for every output that lasts, if the request names none."""
+        wider = {"outputs": LASTING if self._card.value is None else LASTING_VALUES}
+        if isinstance(data, UploadRequest):
+            named = "outputs" in data.options.model_fields_set
+            return data if named else UploadRequest(data.file, data.options.model_copy(update=wider))
+        return data if "outputs" in data.model_fields_set else data.model_copy(update=wider)
+
+    def progress(self, request_id: str) -> dict[str, int]:
+        """Count a running request's tiles, those of them that are done, and the bytes fetched."""
+        for running in self._scenes.of_request(request_id):
+            fetched = running.raster.fetched()
+            return {
+                "tiles": running.scene.info.tiles,
+                "tiles_done": running.scene.tiles_done,
+                "bytes_fetched": 0 if fetched is None else fetched.bytes,
+            }
+        return {}
+
     def for_description(self, data: PluginRequest) -> Shown:
         """Ask for a preview too, for `describe`."""
         return Shown(data)
@@ -111,15 +135,19 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
     ) -> AsyncIterator[dict[str, Any]]:
         request, shown = (prompt.request, True) if isinstance(prompt, Shown) else (prompt, False)
         if isinstance(request, UploadRequest):
-            raster = Spooled(request.file)
-        else:
+            raster: Raster = Spooled(request.file)
+        elif isinstance(request, GeoRequest) and not request.partial:
             raster = await self._sources.open(request)
+        else:
+            raster = await open_inputs(self._sources, request, self._card)
         # Opening may wait for a free decoder, so it must not hold the threads that open scenes need. It also
         # takes processor time: opened one after the other, the first scenes reach the engine sooner.
         opening = _in_threads(self._open_threads, self._open, raster, request, request_id, shown)
         try:
             running = await asyncio.shield(opening)
         except asyncio.CancelledError:
+            if isinstance(raster, Inputs):
+                raster.stop()
             await asyncio.wait({opening})
             if opening.exception() is None:
                 await _in_threads(self._tile_threads, self._scenes.drop, opening.result())
@@ -141,9 +169,11 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
     ) -> Sequence[dict[str, Any]]:
         request, shown = (prompt.request, True) if isinstance(prompt, Shown) else (prompt, False)
         if isinstance(request, UploadRequest):
-            raster = Spooled(request.file)
-        else:
+            raster: Raster = Spooled(request.file)
+        elif isinstance(request, GeoRequest) and not request.partial:
             raster = self._sources.open_sync(request)
+        else:
+            raster = open_inputs_sync(self._sources, request, self._card)
         running = self._open(raster, request, request_id, shown)
         try:
             prompts = self._all_prompts(running)
@@ -173,7 +203,7 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
         return prompts
 
     def _open(
-        self, raster: Spooled, request: PluginRequest, request_id: str | None, shown: bool
+        self, raster: Raster, request: PluginRequest, request_id: str | None, shown: bool
     ) -> RunningScene:
         options = request.options if isinstance(request, UploadRequest) else request
         try:
@@ -181,21 +211,24 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
         except BaseException:
             raster.close()
             raise
+        inputs = raster if isinstance(raster, Inputs) else None
         asked = SceneRequest(
             card=self._card,
             limits=self._settings.limits,
+            files=() if inputs is None else inputs.specs,
+            window=options.window,
+            bbox=options.bbox,
+            bbox_crs=options.bbox_crs,
             indices=options.indices,
             scale=options.scale,
             offset=options.offset,
-            mask="mask" in options.outputs,
-            probabilities="probabilities" in options.outputs,
-            preview=shown or "preview" in options.outputs,
-            scene="scene" in options.outputs,
-            classes="classes" in options.outputs,
-            value="value" in options.outputs,
+            sieve=options.sieve,
+            name=request_id,
+            **{output: output in options.outputs or (shown and output == "preview") for output in FILES},
         )
         try:
-            scene = self._decoders.open(raster.path, asked)
+            paths = raster.path if isinstance(raster, Spooled) else raster.paths
+            scene = self._decoders.open(paths, asked, inputs)
         except BaseException:
             raster.close()
             raise

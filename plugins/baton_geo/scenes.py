@@ -21,25 +21,24 @@ import torch
 from numpy.typing import NDArray
 
 from baton_geo.card import MapValue
-from baton_geo.contract import ClassArea, GeoAnswer, GeoFile, GeoOptions, ValueRange
+from baton_geo.contract import ClassArea, Fetched, GeoAnswer, GeoFile, GeoOptions, ValueRange
 from baton_geo.errors import RequestInvalid
 from baton_geo.prithvi import PrithviConfig
-from baton_geo.raster.messages import ClassCount, Products, SceneInfo, note
+from baton_geo.raster.messages import FILES, ClassCount, Products, SceneInfo, note
 
 SERIALS = 2**31 - 2
 """Number of serial numbers: token ids are int32, and 0 is not used."""
-MEDIA_TYPES = {
-    "mask": "image/tiff",
-    "probabilities": "image/tiff",
-    "preview": "image/png",
-    "scene": "image/png",
-    "classes": "image/png",
-    "value": "image/tiff",
-}
+FORMATS: dict[str, Any] = {
+    ".tif": "tiff", ".png": "png", ".geojson": "geojson", ".gpkg": "gpkg", ".qml": "qml", ".json": "json"
+}  # fmt: skip
 PIECE = 3 * 128 * 1024
 
 
-class Closeable(Protocol):
+class Files(Protocol):
+    """The files of a scene."""
+
+    def fetched(self) -> Fetched | None: ...
+
     def close(self) -> None: ...
 
 
@@ -58,7 +57,7 @@ class RunningScene:
     scene: Any
     options: GeoOptions
     request_id: str | None
-    raster: Closeable
+    raster: Files
     value: MapValue | None = None
     notes: tuple[str, ...] = ()
     began: float = field(default_factory=time.monotonic)
@@ -223,7 +222,7 @@ class FinishedScene:
     def files(self) -> list[tuple[str, str, Path]]:
         """List name, media type and path of each output, in the order of the request."""
         return [
-            (path.name, MEDIA_TYPES[output], path)
+            (path.name, FILES[output][1], path)
             for output in self.running.options.outputs
             if (path := getattr(self.products, output)) is not None
         ]
@@ -238,7 +237,7 @@ class FinishedScene:
             f"{' ' + values.unit if values.unit else ''}."
         )
         preview = self.products.preview
-        return words, None if preview is None else (MEDIA_TYPES["preview"], preview)
+        return words, None if preview is None else (FILES["preview"][1], preview)
 
     def _values(self) -> ValueRange | None:
         found, value = self.products.values, self.running.value
@@ -248,7 +247,7 @@ class FinishedScene:
 
     def answer(self) -> GeoAnswer:
         """Make the JSON answer."""
-        (_, kind, first), *others = self.files()
+        (_, _, first), *others = self.files()
         info = self.running.scene.info
         areas = tuple(
             ClassArea(
@@ -257,7 +256,7 @@ class FinishedScene:
             for value, area in enumerate(self.products.areas)
         )
         return GeoAnswer(
-            format="png" if kind == "image/png" else "tiff",
+            format=FORMATS[first.suffix],
             data=_text(first),
             request_id=self.running.request_id,
             crs=info.crs,
@@ -269,6 +268,8 @@ class FinishedScene:
             nodata_pixels=self.products.nodata_pixels,
             notes=info.notes + self.running.notes + self.products.notes,
             files=tuple(GeoFile(name=name, media_type=kind, data=_text(path)) for name, kind, path in others),
+            window=info.window,
+            fetched=self.running.raster.fetched(),
         )
 
 

@@ -18,10 +18,10 @@ from pathlib import Path, PurePosixPath
 
 from baton_fetch.addresses import AllowedHosts, FetchFailed, FetchRefused
 from baton_fetch.fetch import Fetcher, Resolver, system_resolver
-from baton_geo.contract import GeoRequest, quoted
+from baton_geo.contract import Asset, quoted
 from baton_geo.errors import RequestInvalid, SourceFailed, SourceRefused
 from baton_geo.settings import MIB, GeoSettings
-from baton_geo.spool import Spool, Spooled
+from baton_geo.spool import Room, Spool, Spooled
 
 FIELD = "data.data"
 ACCEPT = "image/tiff, image/png, image/jpeg, */*;q=0.1"
@@ -52,9 +52,9 @@ class Sources:
         resolver: Resolver = system_resolver,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        self._settings = settings
+        self.settings = settings
         self._hosts = AllowedHosts(settings.allowed_hosts, "baton_geo.allowed_hosts")
-        self._fetcher = Fetcher(
+        self.fetcher = Fetcher(
             self._hosts,
             allow_http=settings.allow_http,
             seconds=settings.fetch_seconds,
@@ -64,10 +64,13 @@ class Sources:
             tls=tls,
         )
 
-    async def open(self, request: GeoRequest) -> Spooled:
+    async def open(self, request: Asset, room: Room | None = None) -> Spooled:
         """Write the request's raster to disk without blocking the event loop; the caller closes the result.
 
         When cancelled or failed, no file is left.
+
+        Args:
+            room: that it shares with other files of its request.
 
         Raises:
             RequestInvalid: the data is not base64.
@@ -76,7 +79,7 @@ class Sources:
             SourceFailed: the path or address could not be read, or not in time.
             DecoderBusy: the disk is full.
         """
-        with Spool(self._settings.spool, self._settings.limits.file_bytes) as spool:
+        with self.new_spool(room) as spool:
             if request.data_format == "url":
                 await self._fetch(str(request.data), spool)
             else:
@@ -84,27 +87,37 @@ class Sources:
                 await asyncio.to_thread(self._write, request, spool)  # noqa: TID251
             return spool.finish()
 
-    def open_sync(self, request: GeoRequest) -> Spooled:
+    def new_spool(self, room: Room | None = None) -> Spool:
+        """Begin a file for a raster."""
+        return Spool(self.settings.spool, self.settings.limits.file_bytes, room)
+
+    def open_sync(self, request: Asset) -> Spooled:
         """Do the same for callers that cannot await, and block."""
         with ThreadPoolExecutor(1, thread_name_prefix="baton-geo-source") as pool:
             return pool.submit(asyncio.run, self.open(request)).result()
 
-    def _write(self, request: GeoRequest, spool: Spool) -> None:
+    def _write(self, request: Asset, spool: Spool) -> None:
         data = request.data
         if isinstance(data, bytes):
             spool.fill(_pieces(data))
         elif request.data_format == "path":
-            _copy(data, self._settings.allowed_roots, spool)
+            _copy(data, self.settings.allowed_roots, spool)
         else:
             spool.fill(decoded(data))
 
     async def _fetch(self, url: str, spool: Spool) -> None:
+        with self.fetching():
+            await self.fetcher.fetch(url, ToDisk(spool))
+
+    @contextlib.contextmanager
+    def fetching(self) -> Iterator[None]:
+        """Translate the errors of `fetcher`; refuse to fetch where the operator allows no hosts."""
         with fetch_errors():
             if not self._hosts:
                 raise FetchRefused(
                     "this server fetches no addresses; send the raster itself (data_format b64_json)"
                 )
-            await self._fetcher.fetch(url, _ToDisk(spool))
+            yield
 
 
 @contextlib.contextmanager
@@ -118,7 +131,7 @@ def fetch_errors() -> Iterator[None]:
         raise _failed(error.reason) from None
 
 
-class _ToDisk:
+class ToDisk:
     """A spool as a sink of `baton_fetch`."""
 
     def __init__(self, spool: Spool) -> None:

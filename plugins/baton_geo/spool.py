@@ -34,6 +34,9 @@ class Spooled:
     path: Path
     temporary: Made | None = None
 
+    def fetched(self) -> None:
+        """Count what was fetched by ranges: nothing was."""
+
     def close(self) -> None:
         """Remove the file, if it is temporary; a second call does nothing."""
         if self.temporary is not None:
@@ -48,6 +51,27 @@ class Spooled:
         self.close()
 
 
+class Room:
+    """The bytes that the files of one request may take together; files may be written at the same time.
+
+    Args:
+        limit: bytes.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = self._left = limit
+
+    def take(self, size: int) -> None:
+        """Take some of it.
+
+        Raises:
+            RasterTooLarge: there is not so much left.
+        """
+        if size > self._left:
+            raise RasterTooLarge(f"more than {_readable(self._limit)} in all, the most this server takes")
+        self._left -= size
+
+
 class Spool:
     """A temporary file that is being written.
 
@@ -57,19 +81,20 @@ class Spool:
     Args:
         folder: of the file; None: the system's folder for temporary files.
         limit: largest size, bytes.
+        room: that it shares with other files; None: it shares none.
 
     Raises:
         DecoderBusy: the disk is full.
     """
 
-    def __init__(self, folder: Path | None, limit: int) -> None:
-        self._limit = limit
+    def __init__(self, folder: Path | None, limit: int, room: Room | None = None) -> None:
+        self._limit, self._room = limit, room
         self._size = 0
         self._over = False
         try:
             self._made = make(folder, RASTERS)
         except OSError as error:
-            raise _of_disk(error) from None
+            raise disk_error(error) from None
 
     def __enter__(self) -> Spool:
         return self
@@ -99,10 +124,12 @@ class Spool:
             Removed: the spool was left meanwhile.
         """
         self.expect(self._size + len(data))
+        if self._room is not None:
+            self._room.take(len(data))
         try:
             self._made.append(data)
         except OSError as error:
-            raise _of_disk(error) from None
+            raise disk_error(error) from None
         self._size += len(data)
 
     def fill(self, chunks: Iterable[bytes | memoryview]) -> None:
@@ -138,7 +165,8 @@ def prepare_folder(folder: Path | None) -> None:
         )
 
 
-def _of_disk(error: OSError) -> Exception:
+def disk_error(error: OSError) -> Exception:
+    """Translate an error of writing: a full disk is a reason to try again."""
     if error.errno in _NO_ROOM:
         return DecoderBusy("the server has no room for the file just now; try again later")
     return error

@@ -20,6 +20,7 @@ from baton_geo.contract import (
     BY_TYPE,
     READERS,
     ClassArea,
+    Fetched,
     GeoAnswer,
     GeoFile,
     GeoOptions,
@@ -108,6 +109,8 @@ def test_every_field_of_the_answer_is_documented() -> None:
         assert f"`{name}`" in shown["classes"]
     for name in GeoFile.model_fields:
         assert f"`{name}`" in shown["files"]
+    for name in Fetched.model_fields:
+        assert f"`{name}`" in shown["fetched"]
 
 
 @pytest.mark.parametrize("error", GeoError.__subclasses__(), ids=lambda error: error.__name__)
@@ -148,6 +151,8 @@ def test_the_query_options_shown_are_options() -> None:
     shown = dict(re.findall(r"`(\w+)=([^`]+)`", section))
     assert shown.keys() == READERS.keys()
     assert shown.keys() <= GeoOptions.model_fields.keys()
+    window = {"window": shown.pop("window")}  # one of the two parts may be given
+    assert options_of_query(window, ()).window == (0, 0, 1024, 1024)
     assert options_of_query(shown, ()).outputs == ("mask", "preview")
     for kind in BY_TYPE:
         assert f"`{kind}`" in TEXT

@@ -18,6 +18,9 @@ class Thing:
 
     closed = 0
 
+    def fetched(self) -> None:
+        """Nothing was."""
+
     def close(self) -> None:
         self.closed += 1
 

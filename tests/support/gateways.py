@@ -121,7 +121,8 @@ def run_fake(
     served = tuple(
         EngineSettings(name=each.name, model="fake", **told.get(each.name, {})) for each in engines
     )
-    nothing = {"responses": {"budget": 0}, "usage": {"keep_days": 0}}  # of this machine's user
+    # Of this machine's user.
+    nothing = {"responses": {"budget": 0}, "usage": {"keep_days": 0}, "scenes": {"budget": 0}}
     settings = load_settings(**({"port": 0, "engines": served, "metrics": {"port": 0}} | nothing | overrides))
 
     def budget(settings: Settings) -> OnDemand | None:

@@ -231,6 +231,27 @@ class BatchSettings(Frozen):
     )
 
 
+class SceneSettings(Frozen):
+    """`[scenes]`: the jobs of `/v1/scenes`, whose files are kept."""
+
+    budget: ByteSize = Field(
+        ByteSize(8192 * MIB),
+        ge=0,
+        description="Bytes of kept files; the oldest scenes of the tenant with most bytes make room. 0: no "
+        "scene is kept.",
+    )
+    ttl_s: int = Field(86400, ge=1, le=365 * 86400, description="Seconds a scene's files are kept.")
+    at_once: int = Field(
+        4, ge=1, le=256, description="Jobs of one tenant under way at once; more wait. One more for others."
+    )
+    waiting: int = Field(64, ge=0, description="Jobs that may wait; above it: 503.")
+    folder: Path | None = Field(
+        None,
+        description="Folder of this user's, where they are kept. Unset: the folder `scenes` in that of "
+        "`handoffs.store`.",
+    )
+
+
 def _checked(url: str) -> str:
     """Return a server's address without `/v1` and slashes at its end."""
     parts = urlsplit(url)
@@ -417,8 +438,8 @@ class HandoffSettings(Frozen):
     unproven_devices: bool = Field(
         False,
         description="Allow `handoff` on NVIDIA GPUs where it is not proved: with tensor parallelism, "
-        "quantised KV, sliding windows, MLA, running states, groups of different shape, speculative decoding, "
-        "images, vLLM's first model runner.",
+        "quantised KV, sliding windows, MLA, running states, groups of different shape, speculative "
+        "decoding, images, vLLM's first model runner.",
     )
     verify: bool = Field(
         True,

@@ -36,6 +36,7 @@ from baton.config.groups import (
     OnDemandSettings,
     PoolingSettings,
     ResponseSettings,
+    SceneSettings,
     SupervisionSettings,
     TlsSettings,
     UiSettings,
@@ -130,6 +131,7 @@ class Settings(BaseSettings):
     handoffs: HandoffSettings = HandoffSettings()
     responses: ResponseSettings = ResponseSettings()
     batches: BatchSettings = BatchSettings()
+    scenes: SceneSettings = SceneSettings()
     pooling: PoolingSettings = PoolingSettings()
     ui: UiSettings = UiSettings()
     usage: UsageSettings = UsageSettings()
@@ -306,6 +308,13 @@ class Settings(BaseSettings):
         """Return the folder of files and batches, which need not exist."""
         folder = self.batches.folder or user_folder("XDG_DATA_HOME", ".local/share") / "baton" / "batches"
         return folder.expanduser()
+
+    @property
+    def scenes_folder(self) -> Path:
+        """Return the folder of the scenes that are kept."""
+        if self.scenes.folder is not None:
+            return self.scenes.folder.expanduser()
+        return Path(self.handoff_store.removeprefix("file:")) / "scenes"
 
     @property
     def keys_file(self) -> Path:

@@ -22,7 +22,8 @@
     │   │   ├── HandoffNotFound      404 handoff_not_found
     │   │   ├── ResponseNotFound     404 response_not_found
     │   │   ├── ClientFileNotFound   404 file_not_found
-    │   │   └── BatchNotFound        404 batch_not_found
+    │   │   ├── BatchNotFound        404 batch_not_found
+    │   │   └── SceneNotFound        404 scene_not_found
     │   ├── MethodNotAllowed         405 method_not_allowed
     │   ├── NotAcceptable            406 not_acceptable
     │   ├── RequestTimeout           408 request_timeout
@@ -30,6 +31,8 @@
     │   ├── HandoffPending           409 handoff_pending         (retryable)
     │   ├── HandoffPinsFull          409 handoff_pins_full
     │   ├── FileInUse                409 file_in_use
+    │   ├── SceneNotReady            409 scene_not_ready
+    │   ├── IdempotencyKeyReused     409 idempotency_key_reused
     │   ├── HandoffImagesLost        410 handoff_images_lost
     │   ├── BodyTooLarge             413 body_too_large
     │   ├── UriTooLong               414 uri_too_long
@@ -316,6 +319,29 @@ class ClientFileNotFound(NotFound):
 class BatchNotFound(NotFound):
     code = "batch_not_found"
     default_message = "There is no batch with this id: it is unknown, or ended long ago."
+
+
+class SceneNotFound(NotFound):
+    code = "scene_not_found"
+    default_message = (
+        "There is no scene with this id, or no file of this name of it: it is unknown, expired or deleted."
+    )
+
+
+class SceneNotReady(ClientError):
+    code = "scene_not_ready"
+    status = 409
+    default_message = (
+        "The scene has no files: it is not done yet, or has failed; GET /v1/scenes/{id} says which."
+    )
+
+
+class IdempotencyKeyReused(ClientError):
+    code = "idempotency_key_reused"
+    status = 409
+    default_message = (
+        "A request with another body had this Idempotency-Key; take a new key for a new request."
+    )
 
 
 class RequestTimeout(ClientError):

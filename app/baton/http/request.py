@@ -34,6 +34,7 @@ from baton.http.body.json import is_small, parse_object
 from baton.http.body.trial import TrialCompiler
 from baton.images.reader import ImageReader
 from baton.library.library import Library
+from baton.pooling.jobs import SceneJobs
 from baton.pooling.run import Pooling
 from baton.relay.door import Relay
 from baton.responses.service import StoredResponses
@@ -54,7 +55,7 @@ UPLOAD_TYPES = frozenset(
         "image/webp",
     }
 )
-"""Media types of `POST /pooling` whose body is a file, not JSON."""
+"""Media types of `POST /pooling` and `/v1/scenes` whose body is a file, not JSON."""
 
 
 FORM = "multipart/form-data"
@@ -242,6 +243,7 @@ class Gateway:
     compiler: TrialCompiler
     usage: Usage
     audit: AuditLog
+    scenes: SceneJobs
     reload: Reload | None = None
 
 

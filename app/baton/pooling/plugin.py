@@ -9,6 +9,7 @@
 | answer    | `output_to_response(output)`   | the output itself        | `output_to_files(output)`         |
 | count     |                                |                          | `amounts(output)`                 |
 | describe  |                                |                          | `describe`, `for_description`     |
+| kept files|                                |                          | `for_files`, `progress`           |
 | afterwards|                                |                          | `forget(request_id)`              |
 
 A hook that a class inherits from vLLM's base class is not the plugin's: the base's coroutines call the
@@ -62,6 +63,7 @@ HEARTBEAT_S = 0.25
 STALLED_S = 1.0
 """A plugin's loop that has not run its heartbeat for so many seconds is blocked."""
 _END = object()
+PROGRESS = ("tiles", "tiles_done", "bytes_fetched")
 
 
 @dataclass(frozen=True)
@@ -288,6 +290,25 @@ class PluginProcessor:
         if not self._own("for_description"):
             return data
         return await self._threads.run(self._tenant, self._instance.for_description, data)
+
+    async def for_files(self, data: Any) -> Any:
+        """Have the plugin prepare a parsed request for an answer that is kept as files.
+
+        Raises:
+            OperationUnsupported: the plugin makes no files.
+        """
+        if not self._own("output_to_files"):
+            raise OperationUnsupported(f"The plugin '{self.name}' makes no files that could be kept.")
+        if not self._own("for_files"):
+            return data
+        return await self._threads.run(self._tenant, self._instance.for_files, data)
+
+    async def progress(self, request_id: str) -> dict[str, int]:
+        """Ask how far a running request is, by the names of `PROGRESS`; empty: it is not known."""
+        if not self._own("progress"):
+            return {}
+        said = await self._threads.run(self._tenant, self._instance.progress, request_id)
+        return {name: int(said[name]) for name in PROGRESS if name in said}
 
     async def describe(self, output: Any) -> Description:
         """Describe the plugin's answer.

@@ -108,6 +108,14 @@ class Runner:
     def close(self) -> None:
         self._processor.close()
 
+    async def progress(self, context: RequestContext) -> dict[str, int]:
+        """Ask the plugin how far a running request is; empty: it is not known."""
+        try:
+            return await self._processor.of(context.tenant).progress(context.request_id)
+        except Exception as error:  # noqa: BLE001  # the border to the plugin
+            log.error("plugin_failed", plugin=self.plugin.name, step="progress", cause=where(error))
+            return {}
+
     @contextlib.asynccontextmanager
     async def receiving(self, tenant: str) -> AsyncIterator[None]:
         """Hold a place for an upload while its body is read, for at most the time limit.
@@ -148,6 +156,7 @@ class Runner:
         order: Order = USUAL,
         priority: int = 0,
         describe: bool = False,
+        keep: bool = False,
     ) -> PluginAnswer:
         """Run one request up to its answer.
 
@@ -156,6 +165,7 @@ class Runner:
             order: of the request among its tenant's own.
             priority: of its prompts in the engine; lower is sooner.
             describe: whether `PluginAnswer.describe` will be called.
+            keep: whether the files of the answer will be kept.
 
         Raises:
             BatonError: the request was refused or failed; the plugin has been made to forget it.
@@ -168,7 +178,7 @@ class Runner:
             async with self._admitted(context, order):
                 deadline = asyncio.get_running_loop().time() + limit
                 async with asyncio.timeout_at(deadline):
-                    output = await self._run(processor, work, context, priority, describe=describe)
+                    output = await self._run(processor, work, context, priority, describe=describe, keep=keep)
             outcome = "ok"
             return PluginAnswer(processor, output, context.request_id, deadline=deadline, time_limit_s=limit)
         except TimeoutError:
@@ -193,6 +203,7 @@ class Runner:
         priority: int,
         *,
         describe: bool,
+        keep: bool,
     ) -> Any:
         with processor.loop_thread() as thread:
             try:
@@ -200,6 +211,8 @@ class Runner:
                     data = await _parsed(processor, work)
                     if describe:
                         data = await processor.for_description(data)
+                    if keep:
+                        data = await processor.for_files(data)
                     params = await processor.params()
                 with self._timed("prepare"):
                     prompts = await processor.prompts(data, context.request_id, thread)

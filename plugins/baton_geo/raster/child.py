@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 import traceback
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,14 @@ from baton_geo.raster.messages import (
     CLASSES,
     PREVIEW,
     SCENE,
+    FileSpec,
     SceneInfo,
     SceneRequest,
     Tally,
     receive,
     send,
 )
-from baton_geo.raster.pixels.bands import choose_bands
+from baton_geo.raster.pixels.bands import BandChoice, choose_bands
 from baton_geo.raster.pixels.calibration import Conversion, conversion
 from baton_geo.raster.pixels.grid import Floats, Grid
 from baton_geo.raster.pixels.values import PixelCheck, Scaling
@@ -38,9 +39,20 @@ from baton_geo.raster.products.preview import (
     draw_scene,
     rgb_bands,
 )
+from baton_geo.raster.products.vectors import write_item, write_vectors
 from baton_geo.raster.reading.geotiff import GeoTiff
-from baton_geo.raster.reading.headers import HEAD_BYTES, check_bands, check_file, check_memory, recognise
+from baton_geo.raster.reading.headers import (
+    HEAD_BYTES,
+    RangedFile,
+    RasterFile,
+    check_bands,
+    check_file,
+    check_memory,
+    check_size,
+    recognise,
+)
 from baton_geo.raster.reading.image import ImageSource
+from baton_geo.raster.reading.parts import PartOfScene, Stack, bands_of, wanted_window
 from baton_geo.raster.reading.rows import Rows, Sample, Source, Thumbnail
 
 BYTES_EACH = 4  # per pixel and class, generously: a product has one
@@ -54,10 +66,10 @@ SAMPLED_SHARE = 0.5  # of the sampled pixels; the exact rule is applied while th
 
 
 class Child:
-    """The child's side of the socket to the gateway; `raster` is the file's descriptor."""
+    """The child's side of the socket to the gateway; `rasters` are the descriptors of the scene's files."""
 
-    def __init__(self, sock: socket.socket, raster: int) -> None:
-        self._sock, self._raster = sock, raster
+    def __init__(self, sock: socket.socket, rasters: list[int]) -> None:
+        self._sock, self._rasters = sock, rasters
         self._failure: GeoError | None = None  # of a write; sent as the answer to the next question
         self._scores: Floats = np.empty(0, np.float32)
 
@@ -79,16 +91,31 @@ class Child:
         self._scores = np.empty((card.channels, card.tile, card.tile), np.float32)
         folder = Path(header["folder"])
         try:
-            sandbox.limit_resources(request.limits)
+            sandbox.limit_resources(request.limits, len(self._rasters))
             sandbox.limit_writing(request.limits.pixels, card.channels * BYTES_EACH)
-            sandbox.confine_files(self._raster, folder)
+            sandbox.confine_files(self._rasters, folder)
             with sandbox.limit_opening(request.limits.open_seconds):
-                job = SceneJob(self._raster, folder, request)
+                job = SceneJob(self._files(request), folder, request)
         except Exception as error:  # noqa: BLE001  # the process's border: any error that a hostile file provokes is sent
             self._refuse(error)
             return None
         send(self._sock, {"info": job.info.model_dump_json()})
         return job
+
+    def _files(self, request: SceneRequest) -> list[RasterFile]:
+        files: list[RasterFile] = []
+        specs = request.files or (FileSpec(),)
+        for number, (fd, spec) in enumerate(zip(self._rasters, specs, strict=True)):
+            if spec.fetched is None:
+                files.append(RasterFile(fd))
+            else:
+                files.append(RangedFile(fd, spec.fetched, partial(self._ask, number)))
+        return files
+
+    def _ask(self, number: int, pages: list[tuple[int, int]]) -> None:
+        """Have the gateway fetch pages of a file."""
+        send(self._sock, {"need": number, "pages": pages})
+        receive(self._sock, self._room)
 
     def _answer(self, job: SceneJob, header: dict[str, Any]) -> None:
         try:
@@ -138,7 +165,7 @@ def _as_refusal(error: Exception) -> GeoError:
     return RasterBroken("the raster could not be decoded")
 
 
-def open_source(fd: int, request: SceneRequest) -> Source:
+def open_file(file: RasterFile, spec: FileSpec, request: SceneRequest) -> Source:
     """Open the raster in a file.
 
     Raises:
@@ -146,9 +173,41 @@ def open_source(fd: int, request: SceneRequest) -> Source:
         RasterTooLarge: the file is larger than `limits.file_bytes`.
         RasterBroken, RasterTooLarge, RasterUnusable: see `GeoTiff` and `ImageSource`.
     """
-    check_file(os.fstat(fd).st_size, request)
-    kind = recognise(os.pread(fd, HEAD_BYTES, 0))
-    return GeoTiff(fd, request) if kind == "TIFF" else ImageSource(fd, kind, request)
+    kind = recognise(file.pread(HEAD_BYTES, 0))
+    if kind == "TIFF" and file.by_ranges:  # what of it is fetched is limited
+        return GeoTiff(file, request, spec)
+    check_file(file.size, request)
+    if kind == "TIFF":
+        return GeoTiff(file, request, spec)
+    file.want([(0, file.size)])
+    return ImageSource(file.fd, kind, request)
+
+
+def open_scene(files: list[RasterFile], request: SceneRequest) -> tuple[Source, BandChoice]:
+    """Open a scene's files as one source, and choose its bands.
+
+    Raises:
+        GeoError: see `open_file`, `choose_bands`, `Stack` and `wanted_window`.
+    """
+    specs = request.files or (FileSpec(),)
+    if len(files) == 1:
+        source = open_file(files[0], specs[0], request)
+        choice = choose_bands(source.bands, request.card, request.indices)
+    else:
+        names = [spec.name or f"file {number}" for number, spec in enumerate(specs, 1)]
+        opened = []
+        for file, spec, name in zip(files, specs, names, strict=True):
+            try:
+                opened.append(open_file(file, spec, request))
+            except GeoError as error:
+                raise type(error)(f"assets: '{name}': {error.message}", param="assets") from None
+        choice = choose_bands(bands_of(opened), request.card, request.indices)
+        source = Stack(opened, names, choice.bands, request.card)
+    if request.window is not None or request.bbox is not None:
+        size = sum(file.size for file in files)
+        source = PartOfScene(source, wanted_window(source, request))
+        check_size(source.width, source.height, size, request)
+    return source, choice
 
 
 class SceneJob:
@@ -161,23 +220,22 @@ class SceneJob:
         GeoError: the raster is refused.
     """
 
-    def __init__(self, fd: int, folder: Path, request: SceneRequest) -> None:
+    def __init__(self, files: list[RasterFile], folder: Path, request: SceneRequest) -> None:
         card = request.card
         self._request, self._folder = request, folder
-        self._source = source = open_source(fd, request)
-        choice = choose_bands(source.bands, card, request.indices)
+        self._source, choice = source, _ = open_scene(files, request)
+        source.notes.extend(source.place.notes)
         check_bands(len(choice.bands), request)
         source.notes.extend(choice.notes)
         itemsize = source.dtype.itemsize
         check_memory(source.width, source.height, source.block_height, itemsize, len(choice.bands), request)
-        given = {"scale": request.scale, "offset": request.offset}
-        line = conversion(card, source.dtype, choice.bands, source.stated, **given)
+        line = _conversion(request, source, choice.bands)
         source.notes.extend((*line.notes, *source.stated.notes))
         self._offset_said = request.offset is not None or (
             request.scale is None and any(source.stated.bands[band].offset for band in choice.bands)
         )
         self._check_sample(choice.bands, line)
-        self._check = self._new_check(line)
+        self._check = self._new_check(choice.bands, line)
         self._scaling = Scaling(card, line)
         self._grid = Grid(source.width, source.height, card.tile, card.overlap)
         sample = Sample(source.width, source.height, LONGEST)
@@ -243,24 +301,41 @@ class SceneJob:
             draw_scene(self._thumbnail).save(self._folder / SCENE)
         if self._request.classes:
             draw_classes(card, classes).save(self._folder / CLASSES)
+        tally = tally.model_copy(update={"notes": tuple(notes)})
+        self._write_vectors(tally)
         self._source.close()
-        return tally.model_copy(update={"notes": tuple(notes)})
+        return tally
+
+    def _write_vectors(self, tally: Tally) -> None:
+        request, source = self._request, self._source
+        size = source.width, source.height
+        if request.polygons or request.geopackage or request.style:
+            write_vectors(self._folder, request, source.place, size)
+        if request.item:
+            notes = (*source.notes, *tally.notes)
+            write_item(self._folder, request, source.place, size, source.acquired, tally, notes)
 
     def _flush(self) -> None:
         for top, probabilities in self._mosaic.finished():
             self._products.write(top, probabilities, self._rows.valid(top, len(probabilities)))
 
-    def _new_check(self, line: Conversion) -> PixelCheck:
+    def _new_check(self, bands: tuple[int, ...], line: Conversion) -> PixelCheck:
         source, card = self._source, self._request.card
-        of_card = source.nodata is None
-        nodata = card.nodata if of_card else source.nodata
         pixels = source.width * source.height
+        nodata: float | tuple[float | None, ...] | None = source.nodata
+        of_card = nodata is None
+        if source.numbers is not None:
+            stated = [source.numbers[band].nodata for band in bands]
+            of_card = None in stated and card.nodata is not None
+            nodata = tuple(card.nodata if own is None else own for own in stated)
+        elif of_card:
+            nodata = card.nodata
         return PixelCheck(card, source.dtype, line, nodata, nodata_of_card=of_card, pixels=pixels)
 
     def _check_sample(self, bands: tuple[int, ...], line: Conversion) -> None:
         """Refuse an unusable scene at once: small scenes are checked whole, others in spots."""
         source = self._source
-        check = self._new_check(line)
+        check = self._new_check(bands, line)
         whole = source.width * source.height * len(bands) <= SMALL
         if source.first_look > COSTLY_BYTES and not whole:
             return
@@ -298,8 +373,24 @@ class SceneJob:
             latitude=source.place.latitude,
             longitude=source.place.longitude,
             acquired=source.acquired,
+            window=source.window if isinstance(source, PartOfScene) else None,
             notes=tuple(source.notes),
         )
+
+
+def _conversion(request: SceneRequest, source: Source, bands: tuple[int, ...]) -> Conversion:
+    """Find the conversion of the bands in use, each by the type of its own file."""
+    given = {"scale": request.scale, "offset": request.offset}
+    if source.numbers is None:
+        return conversion(request.card, source.dtype, bands, source.stated, **given)
+    types = [source.numbers[band].dtype for band in bands]
+    found = {kind: conversion(request.card, kind, bands, source.stated, **given) for kind in set(types)}
+    times, plus = (
+        np.array([getattr(found[kind], name)[place] for place, kind in enumerate(types)])
+        for name in ("times", "plus")
+    )
+    notes = dict.fromkeys(text for kind in found.values() for text in kind.notes)
+    return Conversion(times, plus, tuple(notes))
 
 
 def _spots(width: int, height: int, whole: bool) -> list[tuple[int, int, int, int]]:

@@ -13,11 +13,12 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 
 from baton_geo.errors import DecoderBusy
 from baton_geo.raster.messages import SceneRequest
-from baton_geo.raster.open_scene import REAP_SECONDS, ChildHandle, ForkServerLost, OpenScene
+from baton_geo.raster.open_scene import REAP_SECONDS, ChildHandle, ForkServerLost, OpenScene, RangeFetch
 from baton_geo.raster.sandbox import QUIET_LIBRARIES
 from baton_spool import Naming, make
 
@@ -42,11 +43,15 @@ class Decoders:
         self._wait_s, self._folder = wait_s, folder
         self._fork_server = ForkServerProcess()
 
-    def open(self, file: Path, request: SceneRequest) -> OpenScene:
+    def open(
+        self, file: Path | Sequence[Path], request: SceneRequest, fetch: RangeFetch | None = None
+    ) -> OpenScene:
         """Open a raster in a child process.
 
         Args:
-            file: path chosen by the server, never by a client; may be unlinked once this returns.
+            file: path, or of several files paths, chosen by the server, never by a client; may be unlinked
+                once this returns.
+            fetch: fetches what the child asks for of files that are not all there.
 
         Returns:
             The scene, a context manager that ends the child on exit.
@@ -59,7 +64,7 @@ class Decoders:
         if not self._places.acquire(timeout=self._wait_s):
             raise DecoderBusy("every decoder is at work; try again in a moment")
         try:
-            return self._open(file, request)
+            return self._open((file,) if isinstance(file, Path) else file, request, fetch)
         except BaseException:
             self._places.release()
             raise
@@ -68,11 +73,12 @@ class Decoders:
         """End every child. Scenes still open fail at their next call."""
         self._fork_server.close()
 
-    def _open(self, file: Path, request: SceneRequest) -> OpenScene:
+    def _open(self, files: Sequence[Path], request: SceneRequest, fetch: RangeFetch | None) -> OpenScene:
         for _ in range(ATTEMPTS):
             folder = make(self._folder, SCENES)
             try:
-                scene = OpenScene(self._start_child(file), folder, request, self._places.release)
+                child = self._start_child(files)
+                scene = OpenScene(child, folder, request, self._places.release, fetch)
             except ForkServerLost:
                 folder.remove()
                 continue
@@ -90,12 +96,15 @@ class Decoders:
             return scene
         raise DecoderBusy("the decoders are being restarted; try again in a moment")
 
-    def _start_child(self, file: Path) -> ChildHandle:
-        raster = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    def _start_child(self, files: Sequence[Path]) -> ChildHandle:
+        rasters: list[int] = []
         try:
-            return self._fork_server.start_child(raster)
+            for file in files:
+                rasters.append(os.open(file, os.O_RDONLY | os.O_CLOEXEC))
+            return self._fork_server.start_child(rasters)
         finally:
-            os.close(raster)
+            for raster in rasters:
+                os.close(raster)
 
 
 class ForkServerProcess:
@@ -107,8 +116,8 @@ class ForkServerProcess:
         self._server = _Server()
         self._finalizer = weakref.finalize(self, _Server.stop, self._server)
 
-    def start_child(self, raster: int) -> ChildHandle:
-        """Start a child on an open raster, whose descriptor the caller closes.
+    def start_child(self, rasters: Sequence[int]) -> ChildHandle:
+        """Start a child on the open files of a raster, whose descriptors the caller closes.
 
         Raises:
             ForkServerLost: the fork server died, and its replacement too.
@@ -118,11 +127,11 @@ class ForkServerProcess:
             if self._closed:
                 raise RuntimeError("the decoders are closed")
             try:
-                return self._server.start_child(raster)
+                return self._server.start_child(rasters)
             except (OSError, EOFError):
                 self._renew()
             try:
-                return self._server.start_child(raster)
+                return self._server.start_child(rasters)
             except (OSError, EOFError):
                 raise ForkServerLost from None
 
@@ -171,8 +180,8 @@ class _Server:
         self._control.settimeout(None)
         self._ready = True
 
-    def start_child(self, raster: int) -> ChildHandle:
-        """Start a child on an open raster.
+    def start_child(self, rasters: Sequence[int]) -> ChildHandle:
+        """Start a child on the open files of a raster.
 
         Raises:
             EOFError, OSError: the fork server died.
@@ -183,7 +192,7 @@ class _Server:
         lifeline, their_lifeline = socket.socketpair()
         with theirs, their_lifeline:
             try:
-                socket.send_fds(self._control, [b"c"], [theirs.fileno(), raster, their_lifeline.fileno()])
+                socket.send_fds(self._control, [b"c"], [theirs.fileno(), their_lifeline.fileno(), *rasters])
             except OSError:
                 ours.close()
                 lifeline.close()

@@ -1,10 +1,10 @@
 """Fork, watch and reap raster children: `python -m baton_geo.raster.fork_server <descriptor>`.
 
 The process has one thread and has loaded the raster libraries, so that a child starts in milliseconds. It
-reads no raster. Each request on its control socket is one byte with three descriptors: the child's socket,
-the raster, and a lifeline. When the gateway closes its end of the lifeline, the child is killed; when the
-child has ended, its wait status (`<i`) is sent on the lifeline. When the gateway closes the control socket,
-the children are killed and the process ends.
+reads no raster. Each request on its control socket is one byte with descriptors: the child's socket, a
+lifeline, and the files of the raster. When the gateway closes its end of the lifeline, the child is killed;
+when the child has ended, its wait status (`<i`) is sent on the lifeline. When the gateway closes the control
+socket, the children are killed and the process ends.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from baton_geo.raster.child import Child
 from baton_geo.raster.messages import STATUS
 
 READY = b"R"
+DESCRIPTORS = 253  # that Linux passes in one message
 
 
 @dataclass(frozen=True)
@@ -101,14 +102,14 @@ class ForkServer:
 
     def _fork_child(self) -> None:
         try:
-            byte, descriptors, _, _ = socket.recv_fds(self._control, 1, 3)
+            byte, descriptors, _, _ = socket.recv_fds(self._control, 1, DESCRIPTORS)
         except ConnectionResetError:  # the gateway closed it before it read READY
             self._end()
         if not byte:
             self._end()
-        if len(descriptors) != 3:
+        if len(descriptors) < 3:
             raise RuntimeError("a request must have three descriptors")
-        sock, raster, lifeline = descriptors
+        sock, lifeline, *rasters = descriptors
         alive, held_by_child = os.pipe()
         try:
             pid = os.fork()
@@ -117,8 +118,8 @@ class ForkServer:
                 os.close(descriptor)
             return
         if not pid:
-            self._run_child(sock, raster, held_by_child)
-        for descriptor in (sock, raster, held_by_child):
+            self._run_child(sock, rasters, held_by_child)
+        for descriptor in (sock, *rasters, held_by_child):
             os.close(descriptor)
         child = ForkedChild(pid, alive, socket.socket(fileno=lifeline))
         self._children[pid] = child
@@ -149,13 +150,13 @@ class ForkServer:
             child.lifeline.send(STATUS.pack(status), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         child.lifeline.close()
 
-    def _run_child(self, sock: int, raster: int, held_by_child: int) -> None:
+    def _run_child(self, sock: int, rasters: list[int], held_by_child: int) -> None:
         """Run the child until it ends; never returns."""
         try:
             sandbox.die_with_parent(self._pid)
-            _close_all_but({sock, raster, held_by_child})
+            _close_all_but({sock, *rasters, held_by_child})
             with socket.socket(fileno=sock) as gateway:
-                Child(gateway, raster).serve()
+                Child(gateway, rasters).serve()
         finally:
             os._exit(0)
 

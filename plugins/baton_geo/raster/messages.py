@@ -29,9 +29,25 @@ NoteCode = Literal[
 """The kinds of notes; the README says what each means."""
 MASK, PROBABILITIES, PREVIEW = "mask.tif", "probabilities.tif", "preview.png"  # in the request's folder
 SCENE, CLASSES, VALUE = "scene.png", "classes.png", "value.tif"
+GEOJSON, GEOPACKAGE, STYLE, ITEM = "mask.geojson", "mask.gpkg", "mask.qml", "item.json"
+FILES = {
+    "mask": (MASK, "image/tiff"),
+    "probabilities": (PROBABILITIES, "image/tiff"),
+    "preview": (PREVIEW, "image/png"),
+    "scene": (SCENE, "image/png"),
+    "classes": (CLASSES, "image/png"),
+    "polygons": (GEOJSON, "application/geo+json"),
+    "geopackage": (GEOPACKAGE, "application/geopackage+sqlite3"),
+    "style": (STYLE, "application/x-qgis-layer-settings"),
+    "item": (ITEM, "application/json"),
+    "value": (VALUE, "image/tiff"),
+}
+"""File name and media type of each output."""
 LENGTHS = struct.Struct("<II")
 STATUS = struct.Struct("<i")  # the wait status of an ended child, which the fork server sends
 HEADER_LIMIT = 8 * 1024 * 1024
+PAGE = 4096
+"""Bytes of the pages in which files at addresses are fetched."""
 Buffer = bytes | bytearray | memoryview
 
 
@@ -46,10 +62,33 @@ class Message(ReadOnlyModel):
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
 
 
-class SceneRequest(Message):
-    """A request to open one raster.
+class FileSpec(Message):
+    """What a request says of one of its files, for a scene of several or of one that is read by ranges.
 
     Attributes:
+        name: of the file's band, or of its bands; None: the file's own names are used.
+        tags: as the file's own, beside them.
+        band_tags: of its bands, in the file's order, beside the file's own; fewer: the others have none.
+        nodata: for a file that states none.
+        fetched: bytes of its beginning that are there; the others are asked for. None: all are.
+    """
+
+    name: str | None = None
+    tags: dict[str, str] = Field(default_factory=dict)
+    band_tags: tuple[dict[str, str], ...] = ()
+    nodata: float | None = None
+    fetched: int | None = None
+
+
+class SceneRequest(Message):
+    """A request to open a raster.
+
+    Attributes:
+        files: of each file, in order; empty: there is one, which is all there.
+        window: column, row, width and height of what is wanted, pixels of the scene's grid; None: all.
+        bbox: least x, least y, greatest x and greatest y of what is wanted, in `bbox_crs`; of longitudes the
+            first may be the greater one, across the antimeridian. None: all.
+        bbox_crs: as `EPSG:4326`; x is always the longitude or easting.
         indices: indices of the bands to use, from 0 in file order; None: by name, else by order.
         scale: a pixel's value is number * scale + offset; one for all bands or one a band, in the model's
             order; None and `offset` None: as the file states.
@@ -60,10 +99,20 @@ class SceneRequest(Message):
         scene: whether to write a picture of the scene alone.
         classes: whether to write a picture of the classes alone.
         value: whether to write the values of a regression.
+        polygons: whether to write the mask's polygons as GeoJSON.
+        geopackage: whether to write them as a GeoPackage.
+        style: whether to write the mask's style for QGIS.
+        item: whether to write a STAC item of the files.
+        sieve: pixels; of the polygons smaller ones become part of their largest neighbour.
+        name: of the item.
     """
 
     card: Card
     limits: GeoLimits = GeoLimits()
+    files: tuple[FileSpec, ...] = ()
+    window: tuple[int, int, int, int] | None = None
+    bbox: tuple[float, float, float, float] | None = None
+    bbox_crs: str = "EPSG:4326"
     indices: tuple[int, ...] | None = None
     scale: float | tuple[float, ...] | None = None
     offset: float | tuple[float, ...] | None = None
@@ -73,6 +122,12 @@ class SceneRequest(Message):
     scene: bool = False
     classes: bool = False
     value: bool = False
+    polygons: bool = False
+    geopackage: bool = False
+    style: bool = False
+    item: bool = False
+    sieve: int = 0
+    name: str | None = None
 
 
 class SceneInfo(Message):
@@ -93,10 +148,12 @@ class SceneInfo(Message):
         longitude: of the centre, degrees east.
         acquired: date or date and time of acquisition, ISO 8601; None: the file has none.
         notes: assumptions and missing information; see `note`.
+        window: column, row, width and height of the scene in the file's grid; None: it is all of it.
     """
 
     width: int
     height: int
+    window: tuple[int, int, int, int] | None = None
     count: int
     dtype: str
     crs: str | None = None
@@ -153,6 +210,10 @@ class Products(Tally):
         scene: PNG of the scene without the classes.
         classes: PNG of the classes without the scene, of the same size.
         value: GeoTIFF with one band of float32, the value of each pixel; NaN is nodata.
+        polygons: GeoJSON of the mask's polygons.
+        geopackage: GeoPackage of them.
+        style: QGIS style of the mask.
+        item: STAC item of the files.
     """
 
     mask: Path | None = None
@@ -161,6 +222,10 @@ class Products(Tally):
     preview: Path | None = None
     scene: Path | None = None
     classes: Path | None = None
+    polygons: Path | None = None
+    geopackage: Path | None = None
+    style: Path | None = None
+    item: Path | None = None
 
 
 def _arm(sock: socket.socket, deadline: float | None) -> None:

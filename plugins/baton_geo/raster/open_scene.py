@@ -16,20 +16,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from baton_geo.errors import DecoderBusy, GeoError, RasterBroken, RasterTooLarge
 from baton_geo.raster.messages import (
-    CLASSES,
-    MASK,
-    PREVIEW,
-    PROBABILITIES,
-    SCENE,
+    FILES,
     STATUS,
-    VALUE,
     Products,
     SceneInfo,
     SceneRequest,
@@ -92,6 +87,31 @@ class ChildHandle:
         self.lifeline.close()
 
 
+class RangeFetch(Protocol):
+    """Fetches parts of a scene's files that are at addresses."""
+
+    def fetch(self, number: int, pages: object, deadline: float) -> None:
+        """Write pages of a file, a list of [first, number of pages]; blocks until they are there.
+
+        Args:
+            number: of the file.
+            pages: as a child asked for them, which a raster may have taken over.
+            deadline: seconds on the monotonic clock.
+
+        Raises:
+            GeoError: they could not be fetched.
+            ValueError, TypeError: the file has no such pages.
+            FetchStopped: the scene was closed.
+        """
+
+    def stop(self) -> None:
+        """End a running `fetch`; later ones raise at once."""
+
+
+class FetchStopped(Exception):
+    """The scene was closed while something was fetched for it."""
+
+
 class SceneClosed(Exception):
     """The scene was closed, perhaps by another thread."""
 
@@ -109,10 +129,16 @@ class OpenScene:
     info: SceneInfo
 
     def __init__(
-        self, handle: ChildHandle, made: Made, request: SceneRequest, release: Callable[[], None]
+        self,
+        handle: ChildHandle,
+        made: Made,
+        request: SceneRequest,
+        release: Callable[[], None],
+        fetch: RangeFetch | None = None,
     ) -> None:
         self._child, self._made, self._folder, self._request = handle, made, made.path, request
         self._release: Callable[[], None] | None = release
+        self._fetch = fetch
         self._lock = threading.Lock()  # one question at a time
         self._closing = threading.Lock()
         self._closed = self._ended = False
@@ -196,6 +222,11 @@ class OpenScene:
             send(self._child.sock, {"do": "write", "tile": tile}, body, deadline=self._deadline)
             self._tiles[tile] = DONE
 
+    @property
+    def tiles_done(self) -> int:
+        """Number of tiles that are written, or hold no data."""
+        return self._tiles.count(DONE)
+
     def finish(self) -> Products:
         """Write the files, once every tile is done; `close` removes them.
 
@@ -210,13 +241,13 @@ class OpenScene:
                 raise ValueError(f"{missing} of {len(self._tiles)} tiles are not done")
             send(self._child.sock, {"do": "finish"}, deadline=self._deadline)
             tally = self._parsed(Tally, "tally", self._receive(self._deadline))
+            wanted = {
+                output: self._product(name)
+                for output, (name, _) in FILES.items()
+                if getattr(self._request, output)
+            }
             return Products(
-                mask=self._product(MASK) if self._request.mask else None,
-                value=self._product(VALUE) if self._request.value else None,
-                probabilities=self._product(PROBABILITIES) if self._request.probabilities else None,
-                preview=self._product(PREVIEW) if self._request.preview else None,
-                scene=self._product(SCENE) if self._request.scene else None,
-                classes=self._product(CLASSES) if self._request.classes else None,
+                **wanted,
                 areas=tally.areas,
                 nodata_pixels=tally.nodata_pixels,
                 values=tally.values,
@@ -243,6 +274,8 @@ class OpenScene:
     def abandon(self) -> None:
         """Close the scene, but keep its place among the open scenes."""
         self._closed = True
+        if self._fetch is not None:
+            self._fetch.stop()
         self._end_child()
         self._made.remove()
 
@@ -283,7 +316,16 @@ class OpenScene:
 
         try:
             answer, length = receive(self._child.sock, room, deadline)
+            while "need" in answer and self._fetch is not None:
+                began = time.monotonic()
+                self._fetch.fetch(int(answer["need"]), answer["pages"], self._deadline)
+                deadline = min(deadline + time.monotonic() - began, self._deadline)
+                send(self._child.sock, {}, deadline=deadline)
+                answer, length = receive(self._child.sock, room, deadline)
             refusal = _refusal(answer["error"]) if "error" in answer else None
+        except GeoError:  # of a fetch, which the child still waits for
+            self._child.kill()
+            raise
         except (ValueError, KeyError, TypeError):  # a child that a raster has taken over may say anything
             self._child.kill()
             raise RasterBroken("the raster could not be decoded") from None
@@ -302,6 +344,8 @@ class OpenScene:
             raise SceneClosed
         try:
             yield
+        except FetchStopped:
+            raise SceneClosed from None
         except TimeoutError:
             self._child.kill()
             raise (late or self._too_slow)() from None

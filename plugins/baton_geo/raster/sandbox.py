@@ -14,7 +14,7 @@ import resource
 import signal
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from baton_geo.settings import GeoLimits
@@ -34,7 +34,7 @@ QUIET_LIBRARIES = {
     "OPENBLAS_NUM_THREADS": "1",
     "PROJ_NETWORK": "OFF",
 }
-DRIVERS = frozenset({"GTiff", "COG", "MEM"})  # COG writes only
+DRIVERS = frozenset({"GTiff", "COG", "MEM", "Memory"})  # COG writes only; Memory holds polygons, no file
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # system call numbers, the same on every architecture
 VERSION_FLAG, PATH_BENEATH = 1, 1
@@ -60,8 +60,8 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def limit_resources(limits: GeoLimits) -> None:
-    """Cap memory, CPU time, open files and wall time of this process."""
+def limit_resources(limits: GeoLimits, files: int = 1) -> None:
+    """Cap memory, CPU time, open files and wall time of this process, which reads a number of files."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     space = pages * resource.getpagesize() + int(limits.memory)
     seconds = math.ceil(limits.seconds) + 1
@@ -70,7 +70,7 @@ def limit_resources(limits: GeoLimits) -> None:
         resource.RLIMIT_CPU, (seconds, seconds + 2)
     )  # SIGXCPU comes first: the gateway recognises it
     _limit(resource.RLIMIT_CORE, 0)
-    _limit(resource.RLIMIT_NOFILE, 64)
+    _limit(resource.RLIMIT_NOFILE, 62 + 2 * files)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(min(seconds + 5, 2**31 - 1))
     with contextlib.suppress(OSError):  # the kernel kills this process first when memory runs out
@@ -102,8 +102,8 @@ def _limit(what: int, value: int) -> None:
     resource.setrlimit(what, (value, value))
 
 
-def confine_files(raster: int, folder: Path) -> bool:
-    """Restrict this process by Landlock to one raster, one folder for writing, its own program, and no TCP.
+def confine_files(rasters: int | Sequence[int], folder: Path) -> bool:
+    """Restrict this process by Landlock to its rasters, one folder for writing, its own program, and no TCP.
 
     Returns:
         False if the kernel is older than 5.13 or has Landlock switched off.
@@ -124,7 +124,8 @@ def confine_files(raster: int, folder: Path) -> bool:
     ruleset = int(call(CREATE_RULESET, attributes, ctypes.c_size_t(length), 0))
     if ruleset < 0:
         return False
-    _allow(ruleset, raster, READ)
+    for raster in (rasters,) if isinstance(rasters, int) else rasters:
+        _allow(ruleset, raster, READ)
     for root in _program_folders():
         _allow_path(ruleset, root, EXECUTE | READ | READ_FOLDER)
     _allow_path(ruleset, folder, (WRITE | READ | READ_FOLDER | REMOVE | MAKE | TRUNCATE) & handled)

@@ -39,7 +39,7 @@ class MemoryShortageMiddleware:
 # Limit the size of a request's body, the time it may take to arrive, and the memory of all bodies.
 
 
-UPLOAD_PATH, FILES_PATH = "/pooling", "/v1/files"
+UPLOAD_PATHS, FILES_PATH = ("/pooling", "/v1/scenes"), "/v1/files"
 
 
 class BodyLimitMiddleware:
@@ -71,7 +71,7 @@ class BodyLimitMiddleware:
             await self._app(scope, receive, send)
             return
         budget = self._bodies
-        if scope["path"] == UPLOAD_PATH and media_type_of(Request(scope)) in UPLOAD_TYPES:
+        if scope["path"] in UPLOAD_PATHS and media_type_of(Request(scope)) in UPLOAD_TYPES:
             budget = self._uploads
         elif scope["path"] == FILES_PATH and media_type_of(Request(scope)) == FORM:
             budget = self._files

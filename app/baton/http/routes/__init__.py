@@ -15,6 +15,7 @@ from baton.http.routes import (
     operations,
     pooling,
     responses,
+    scenes,
     usage,
 )
 
@@ -23,6 +24,7 @@ ROUTERS = (
     responses.router,
     batches.router,
     pooling.router,
+    scenes.router,
     handoffs.router,
     engines.router,
     adapters.router,

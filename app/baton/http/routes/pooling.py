@@ -126,9 +126,9 @@ async def create_pooling(request: Request) -> Response:
         _refuse_follow_up(engine, body)
         return await operate(request, Operation.POOLING, body)
     state_of(request.scope).model = engine.name
-    _require_priority(body.get("priority", 0))
+    require_priority(body.get("priority", 0))
     strip(request, body)
-    _require_data(runner, engine, body)
+    require_data(runner, engine, body)
     wanted = wanted_types(request.headers)
     if (follow_up := take_follow_up(request, body)) is not None:
         if chosen(wanted, [JSON]) is None:
@@ -161,7 +161,8 @@ def _refuse_follow_up(engine: Engine, body: Json) -> None:
         )
 
 
-def _require_data(runner: Runner, engine: Engine, body: Json) -> None:
+def require_data(runner: Runner, engine: Engine, body: Json) -> None:
+    """Require `data`, which is all that a plugin takes."""
     if "data" in body:
         return
     given = next((field for field in ("input", "messages") if field in body), None)
@@ -170,7 +171,7 @@ def _require_data(runner: Runner, engine: Engine, body: Json) -> None:
     raise InvalidRequest(f'{ours}{instead}: send {{"model": ..., "data": {{...}}}}.', param=given or "data")
 
 
-def _require_priority(value: object) -> None:
+def require_priority(value: object) -> None:
     """Require a well-formed `priority`, as vLLM does; it has no effect."""
     if isinstance(value, bool) or not isinstance(value, int) or not -(2**63) <= value < 2**63:
         raise InvalidRequest("'priority' must be a whole number of 64 bits.", param="priority")

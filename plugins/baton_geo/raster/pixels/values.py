@@ -75,7 +75,7 @@ class PixelCheck:
     """Finds the pixels that hold data, and judges a scene's numbers by all of them.
 
     Args:
-        nodata: of the file, else of the card; NaN has no further effect.
+        nodata: of the file, else of the card, or one for each band in use; NaN has no further effect.
         nodata_of_card: whether it is the card's.
 
     Attributes:
@@ -88,7 +88,7 @@ class PixelCheck:
         card: Card,
         dtype: np.dtype[Any],
         conversion: Conversion,
-        nodata: float | None,
+        nodata: float | tuple[float | None, ...] | None,
         *,
         nodata_of_card: bool = False,
         pixels: int = 0,
@@ -101,7 +101,9 @@ class PixelCheck:
         ] * card.frames
         self._bounds = _bounds(self._ranges, dtype, conversion)
         self._fills = _fill_bounds(card, dtype, conversion)
-        self._nodata = None if nodata is None or math.isnan(nodata) else _as_type(dtype, nodata)
+        each = nodata if isinstance(nodata, tuple) else (nodata,) * len(self._names)
+        self._nodatas = [None if own is None or math.isnan(own) else _as_type(dtype, own) for own in each]
+        self._nodata = next((own for own in self._nodatas if own is not None), None)
         self._nodata_of_card = nodata_of_card
         self._outside = np.zeros(len(self._names), np.int64)
         self._lowest = np.full(len(self._names), np.inf)
@@ -124,12 +126,16 @@ class PixelCheck:
         good: Valid = np.ones((raw.shape[0], raw.shape[2]), np.bool_)
         some, empty = np.zeros_like(good), np.zeros_like(good)
         every = np.ones_like(good)
+        hidden = some if self._nodata != 0 and len(set(self._nodatas)) == 1 else np.zeros_like(good)
         for band in range(raw.shape[1]):
             values = raw[:, band]
             if self._nodata is not None:
-                marked = values == self._nodata
+                own = self._nodatas[band]
+                marked = values == own if own is not None else np.zeros_like(good)
                 some |= marked
                 every &= marked
+                if own != 0:
+                    hidden |= marked
                 if (band + 1) % self._of_step == 0:
                     empty |= every
                     every[:] = True
@@ -143,7 +149,7 @@ class PixelCheck:
         if self._nodata is not None:
             self._marked += int(np.count_nonzero(some))
             self._alone += int(np.count_nonzero(some & ~empty))
-            good &= ~(empty if self._nodata == 0 else some)
+            good &= ~(hidden | empty)
         return good
 
     def _count_fills(self, values: Pixels, odd: Valid, band: int) -> None:

@@ -179,7 +179,7 @@ class ProductWriter:
         self._width, self._height = size
         profile = {"width": self._width, "height": self._height}
         self._mask: CloudOptimized | None = None
-        if request.mask:
+        if request.mask or request.polygons or request.geopackage:
             self._mask = CloudOptimized(folder / MASK, place, count=1, nodata=card.mask_nodata, **profile)
             _describe_mask(self._mask.dataset, card)
         self._probabilities: CloudOptimized | None = None

@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 import numpy as np
 import rasterio
+from rasterio import Affine, windows
 from rasterio._err import CPLE_BaseError, CPLE_OutOfMemoryError
+from rasterio.control import GroundControlPoint
 from rasterio.crs import CRS
 from rasterio.enums import MaskFlags
 from rasterio.errors import RasterioError
 from rasterio.warp import transform as reproject
-from rasterio.windows import Window
 
 from baton_geo.errors import GeoError, RasterBroken, RasterTooLarge
-from baton_geo.raster.messages import SceneRequest, note
+from baton_geo.raster.messages import FileSpec, SceneRequest, note
 from baton_geo.raster.pixels.areas import EllipsoidArea, PixelArea, PlaneArea, ellipsoid, ground_area
 from baton_geo.raster.pixels.bands import UNCLEAR, FileBand, FileBands, wavelength
 from baton_geo.raster.pixels.calibration import ProductUnit, ScaleOffset, Stated
 from baton_geo.raster.pixels.values import Pixels, Valid
-from baton_geo.raster.reading.headers import UNCOMPRESSED, PlainTexts, TiffHeader, check_tiff
-from baton_geo.raster.reading.rows import Georeference
+from baton_geo.raster.reading.headers import UNCOMPRESSED, PlainTexts, RasterFile, TiffHeader, check_tiff
+from baton_geo.raster.reading.rows import BandNumbers, Georeference, Window
 
 # Not TIFFTAG_DATETIME, which is when the file was written.
 DATE_TAGS = (
@@ -47,6 +49,7 @@ COLOURS = (
 AREA_TOLERANCE = 0.01  # the plane of a projection may be this share off the ground without a word
 LEAST_FACTOR = 1e-4  # of ground to plane: nearer to the pole of a Mercator grid there are no scenes
 BROKEN = (RasterioError, CPLE_BaseError, ValueError, OSError)  # rasterio's errors for damaged files
+OFF_EARTH = note("off_earth", "the centre of the scene is nowhere on Earth by its CRS and geotransform")
 Tags = Mapping[str, str]
 VALUE_CHARACTERS = 4096  # characters of a tag's value
 # Since baseline 04.00 (January 2022) Sentinel-2's numbers are reflectance x 10000 + 1000; ESA calls the
@@ -81,6 +84,8 @@ PREFIXED = re.compile(r"(\w+)=(.*)", re.DOTALL)
 SENTINEL_OFFSETS = ("boa_add_offset", "radio_add_offset")
 APPLIED = ("true", "1", "yes")
 NAME_CHARACTERS = 200
+ONE_NAME = "scene.tif"
+LEADER = 4  # bytes that a Cloud Optimized GeoTIFF repeats before and after each of its tiles
 # Ends of names of tags, without spaces and underscores.
 NAME_TAGS = ("bandname", "commonname")
 WAVELENGTH_TAGS = ("wavelength", "wavelengthum", "wavelengthnm")
@@ -107,18 +112,21 @@ class GeoTiff:
         RasterUnusable: the type or storage of the pixels is not supported.
     """
 
-    def __init__(self, fd: int, request: SceneRequest) -> None:
-        size = os.fstat(fd).st_size
-        header = TiffHeader(fd, size)
-        self.dtype: np.dtype[Any] = np.dtype(check_tiff(header, size, request))
+    def __init__(self, file: RasterFile, request: SceneRequest, spec: FileSpec) -> None:
+        header = TiffHeader(file)
+        self.dtype: np.dtype[Any] = np.dtype(check_tiff(header, file, request))
         texts = header.foreign_texts()
-        file = PlainTexts(fd, texts) if texts else f"/proc/self/fd/{fd}"
+        self._file, self._header, self._spec = file, header, spec
+        name, opener = f"/proc/self/fd/{file.fd}", None
+        if texts or file.by_ranges:
+            name, opener = ONE_NAME, partial(_one_file, file, texts)
         try:
-            self._dataset = rasterio.open(file, driver="GTiff", sharing=False)
+            self._dataset = rasterio.open(name, driver="GTiff", sharing=False, opener=opener)
         except BROKEN as error:
             raise _refusal(error, "the TIFF structure is damaged: it could not be opened") from None
         self._check_agreement(header)
         self.width, self.height = header.width, header.height
+        self.numbers: tuple[BandNumbers, ...] | None = None
         self.notes: list[str] = []
         if header.images > 1:
             text = f"the file holds {header.images} images; the first is used"
@@ -133,15 +141,18 @@ class GeoTiff:
     def _read_tags(self, header: TiffHeader) -> None:
         self._alpha = self._find_alpha()
         self.bands = self._file_bands(header)
-        self.nodata: float | None = self._dataset.nodata
+        own: float | None = self._dataset.nodata
+        self.nodata = self._spec.nodata if own is None else own
         self.block_height, self.first_look = self._block(header)
-        self.place = self._georeference()
+        self.place = self.placed(Window(0, 0, self.width, self.height))
         self.acquired = self._date()
         self.stated = self._stated()
 
     def read(self, top: int, left: int, bands: tuple[int, ...], out: Pixels) -> None:
         """See `Source`."""
-        window = Window(left, top, out.shape[2], out.shape[1])
+        window = windows.Window(left, top, out.shape[2], out.shape[1])
+        if self._file.by_ranges:
+            self._want(top, left, out.shape[1], out.shape[2], bands)
         try:
             self._dataset.read([band + 1 for band in bands], window=window, out=out)
         except BROKEN as error:
@@ -149,7 +160,7 @@ class GeoTiff:
 
     def hidden(self, top: int, left: int, rows: int, columns: int, bands: tuple[int, ...]) -> Valid | None:
         """See `Source`."""
-        window = Window(left, top, columns, rows)
+        window = windows.Window(left, top, columns, rows)
         try:
             if self._alpha is not None and self._alpha - 1 in bands:
                 return None
@@ -167,6 +178,30 @@ class GeoTiff:
     def close(self) -> None:
         """Close the file."""
         self._dataset.close()
+
+    def _want(self, top: int, left: int, rows: int, columns: int, bands: tuple[int, ...]) -> None:
+        """Have everything fetched at once that reading some pixels takes."""
+        header = self._header
+        across, down = header.block
+        offsets, counts = header.blocks()
+        in_row, in_column = -(-self.width // across), -(-self.height // down)
+        down_to, right_to = -(-(top + rows) // down), -(-(left + columns) // across)
+        planes = bands if header.planar else (0,)
+        wanted = [
+            (plane * in_column + row) * in_row + column
+            for plane in planes
+            for row in range(top // down, down_to)
+            for column in range(left // across, right_to)
+        ]
+        spans = [(int(offsets[block]), int(offsets[block]) + int(counts[block])) for block in wanted]
+        if header.compression == UNCOMPRESSED and not header.tiled:
+            line = self.width * self.dtype.itemsize * (1 if header.planar else header.samples)
+            firsts = [row * down for _ in planes for row in range(top // down, down_to)]
+            spans = [
+                (begin + max(top - first, 0) * line, begin + min(top + rows - first, down) * line)
+                for (begin, _), first in zip(spans, firsts, strict=True)
+            ]
+        self._file.want([(begin - LEADER, end + LEADER) for begin, end in spans if end > begin])
 
     def _block(self, header: TiffHeader) -> tuple[int, int]:
         """Return `block_height` and `first_look` of `Source`.
@@ -199,64 +234,93 @@ class GeoTiff:
         bands = []
         for number, (name, kind) in enumerate(zip(names, data.colorinterp, strict=True), 1):
             colour = kind.name if kind.name in COLOURS and not picture else None
-            tags = {**data.tags(number), **data.tags(number, ns="IMAGERY")}
-            bands.append(read_band(name or None, tags, colour, alpha=number == self._alpha))
+            tags = self._band_tags(number) | data.tags(number, ns="IMAGERY")
+            band = read_band(name or None, tags, colour, alpha=number == self._alpha)
+            if self._spec.name is not None and data.count == 1:
+                own = (band.name,) if band.name else ()
+                band = replace(band, name=self._spec.name, tags=own + band.tags)
+            bands.append(band)
         texts = [text for band in bands for text in (band.name, *band.tags) if text]
-        return FileBands(tuple(bands), read_product(data.tags(), texts), header.images - 1)
+        return FileBands(tuple(bands), read_product(self._tags(), texts), header.images - 1)
+
+    def _tags(self) -> dict[str, str]:
+        own: dict[str, str] = self._dataset.tags()
+        return own | self._spec.tags
+
+    def _band_tags(self, number: int) -> dict[str, str]:
+        more = self._spec.band_tags[number - 1 : number]
+        own: dict[str, str] = self._dataset.tags(number)
+        return own | (more[0] if more else {})
 
     def _stated(self) -> Stated:
         data = self._dataset
         lines = [ScaleOffset(scale, offset) for scale, offset in zip(data.scales, data.offsets, strict=True)]
-        band_tags = [data.tags(band) for band in data.indexes]
-        return read_stated(lines, data.tags(), band_tags, integers=self.dtype.kind in "iu")
+        band_tags = [self._band_tags(band) for band in data.indexes]
+        return read_stated(lines, self._tags(), band_tags, integers=self.dtype.kind in "iu")
 
     def _date(self) -> str | None:
-        tags = {str(key).upper(): str(value) for key, value in self._dataset.tags().items()}
+        tags = {str(key).upper(): str(value) for key, value in self._tags().items()}
         for name in DATE_TAGS:
             found = DATE.search(tags.get(name, ""))
             if found and (text := _iso(*found.groups())) is not None:
                 return text
         return None
 
-    def _georeference(self) -> Georeference:
+    def placed(self, window: Window) -> Georeference:
+        """See `Source`."""
         crs: CRS | None = self._dataset.crs or None
-        affine = self._dataset.transform
-        points, points_crs = self._dataset.gcps
-        if not all(math.isfinite(number) for number in affine[:6]) or not affine.determinant:
+        whole = self._dataset.transform
+        if not all(math.isfinite(number) for number in whole[:6]) or not whole.determinant:
             raise RasterBroken(
                 "the geotransform holds numbers that are infinite or NaN, or pixels without size"
             )
+        notes: list[str] = []
+        affine = whole if whole.is_identity else _shifted(whole, window)
+        native, points_crs = self._native(crs, affine, window, notes)
+        if crs is None and points_crs is None:
+            text = "the file has no CRS; the mask has none either, and areas are in pixels only"
+            notes.append(note("no_crs", text))
+        transform = (
+            None if whole.is_identity else (affine.a, affine.b, affine.c, affine.d, affine.e, affine.f)
+        )
+        if crs is None or transform is None:
+            return Georeference(_crs_text(crs), transform, native=native, notes=tuple(notes))
+        latitude, longitude = self._centre(crs, transform, window, notes)
+        area = self._pixel_area(crs, transform, window, notes)
+        return Georeference(_crs_text(crs), transform, latitude, longitude, area, native, tuple(notes))
+
+    def _native(
+        self, crs: CRS | None, affine: Affine, window: Window, notes: list[str]
+    ) -> tuple[dict[str, Any], CRS | None]:
+        """Return `Georeference.native`, and the CRS of the control points that are used."""
         native: dict[str, Any] = {"crs": crs, "transform": affine}
+        points, points_crs = self._dataset.gcps
         if affine.is_identity:
             native = {"crs": crs}
             points_crs = points_crs or crs
             if points and points_crs is not None:
-                native = {"gcps": points, "crs": points_crs}
+                moved = [_moved(point, window) for point in points]
+                native = {"gcps": moved, "crs": points_crs}
                 text = "the file has ground control points only; they are copied, the grid is kept as it is"
-                self.notes.append(note("control_points", text))
+                notes.append(note("control_points", text))
             else:
                 text = "the file has no geotransform; the mask has none either"
-                self.notes.append(note("no_geotransform", text))
+                notes.append(note("no_geotransform", text))
         if (rpcs := self._dataset.rpcs) is not None:
+            rpcs.line_off -= window.top
+            rpcs.samp_off -= window.left
             native["rpcs"] = rpcs
             text = "the file has rational polynomial coefficients (RPCs); they are copied, the grid is kept"
-            self.notes.append(note("rpcs", text))
-        if crs is None and points_crs is None:
-            text = "the file has no CRS; the mask has none either, and areas are in pixels only"
-            self.notes.append(note("no_crs", text))
-        transform = (
-            None if affine.is_identity else (affine.a, affine.b, affine.c, affine.d, affine.e, affine.f)
-        )
-        if crs is None or transform is None:
-            return Georeference(_crs_text(crs), transform, native=native)
-        latitude, longitude = self._centre(crs, transform)
-        area = self._pixel_area(crs, transform)
-        return Georeference(_crs_text(crs), transform, latitude, longitude, area, native)
+            notes.append(note("rpcs", text))
+        return native, points_crs
 
-    def _centre(self, crs: CRS, transform: tuple[float, ...]) -> tuple[float | None, float | None]:
-        (longitude, latitude), *_ = self._on_earth(crs, transform, [(self.width / 2, self.height / 2)])
+    def _centre(
+        self, crs: CRS, transform: tuple[float, ...], window: Window, notes: list[str]
+    ) -> tuple[float | None, float | None]:
+        centre = [(window.width / 2, window.height / 2)]
+        (longitude, latitude), *_ = self._on_earth(crs, transform, centre)
         if not (abs(latitude) <= 90 and math.isfinite(longitude)):
-            self._note_off_earth()
+            notes.append(OFF_EARTH)
             return None, None
         return latitude, (longitude + 180) % 360 - 180
 
@@ -273,26 +337,28 @@ class GeoTiff:
             return [(math.inf, math.inf)] * len(points)
         return list(zip(longitudes, latitudes, strict=True))
 
-    def _pixel_area(self, crs: CRS, transform: tuple[float, ...]) -> PixelArea | None:
+    def _pixel_area(
+        self, crs: CRS, transform: tuple[float, ...], window: Window, notes: list[str]
+    ) -> PixelArea | None:
         if crs.is_geographic:
-            return self._ellipsoid_area(crs, transform)
+            return _ellipsoid_area(crs, transform, notes)
         if not crs.is_projected:
-            self._note_no_areas("the CRS is local, its unit on the ground unknown")
+            notes.append(_no_areas("the CRS is local, its unit on the ground unknown"))
             return None
         if transform[1] or transform[3]:
-            self.notes.append(note("rotated", "the grid is rotated; it is kept as it is"))
+            notes.append(note("rotated", "the grid is rotated; it is kept as it is"))
         try:
             area = PlaneArea(transform, crs.linear_units_factor[1])
         except BROKEN:
             return None
-        column, row = self.width / 2, self.height / 2
+        column, row = window.width / 2, window.height / 2
         neighbours = [(column - 1, row), (column + 1, row), (column, row - 1), (column, row + 1)]
         around = self._on_earth(crs, transform, neighbours)
         if not all(math.isfinite(degrees) for point in around for degrees in point):
             return area
         factor = ground_area(around) / area.row(0)
         if factor < LEAST_FACTOR:
-            self._note_off_earth()
+            notes.append(OFF_EARTH)
             return area
         if abs(factor - 1) <= AREA_TOLERANCE:
             return area
@@ -300,25 +366,43 @@ class GeoTiff:
             f"a pixel of this projection is {area.row(0):.4g} ha on its plane and {factor * area.row(0):.4g} "
             "ha on the ground, at the centre of the scene; areas are computed with the latter"
         )
-        self.notes.append(note("areas_scaled", text))
+        notes.append(note("areas_scaled", text))
         return PlaneArea(transform, crs.linear_units_factor[1], factor)
 
-    def _ellipsoid_area(self, crs: CRS, transform: tuple[float, ...]) -> PixelArea | None:
-        axes = ellipsoid(crs.to_wkt())
-        if axes is None:
-            self._note_no_areas("the CRS names no ellipsoid")
-            return None
-        if transform[1] or transform[3]:
-            self._note_no_areas("the grid is rotated against the parallels")
-            return None
-        return EllipsoidArea(transform, crs.units_factor[1], *axes)
 
-    def _note_off_earth(self) -> None:
-        text = "the centre of the scene is nowhere on Earth by its CRS and geotransform"
-        self.notes.append(note("off_earth", text))
+def _ellipsoid_area(crs: CRS, transform: tuple[float, ...], notes: list[str]) -> PixelArea | None:
+    axes = ellipsoid(crs.to_wkt())
+    if axes is None:
+        notes.append(_no_areas("the CRS names no ellipsoid"))
+        return None
+    if transform[1] or transform[3]:
+        notes.append(_no_areas("the grid is rotated against the parallels"))
+        return None
+    return EllipsoidArea(transform, crs.units_factor[1], *axes)
 
-    def _note_no_areas(self, reason: str) -> None:
-        self.notes.append(note("areas_unknown", f"{reason}; areas are in pixels only"))
+
+def _no_areas(reason: str) -> str:
+    return note("areas_unknown", f"{reason}; areas are in pixels only")
+
+
+def _one_file(file: RasterFile, texts: dict[int, bytes], path: str, *_: object, **__: object) -> PlainTexts:
+    """Open a file for GDAL, which asks for its name; there are no others beside it."""
+    if path != ONE_NAME:
+        raise FileNotFoundError(path)
+    return PlainTexts(file, texts)
+
+
+def _shifted(whole: Affine, window: Window) -> Affine:
+    """Return the geotransform of a part."""
+    a, b, c, d, e, f = whole[:6]
+    return Affine(a, b, a * window.left + b * window.top + c, d, e, d * window.left + e * window.top + f)
+
+
+def _moved(point: GroundControlPoint, window: Window) -> GroundControlPoint:
+    """Return a control point of the file as one of a part."""
+    return GroundControlPoint(
+        point.row - window.top, point.col - window.left, point.x, point.y, point.z, point.id, point.info
+    )
 
 
 def _crs_text(crs: CRS | None) -> str | None:

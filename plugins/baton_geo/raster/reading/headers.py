@@ -11,6 +11,7 @@ import io
 import os
 import struct
 import unicodedata
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ import numpy.typing as npt
 
 from baton_geo.card import Card
 from baton_geo.errors import NotARaster, RasterBroken, RasterTooLarge, RasterUnusable
-from baton_geo.raster.messages import SceneRequest
+from baton_geo.raster.messages import PAGE, SceneRequest
 from baton_geo.raster.pixels.grid import count_tiles
 
 Kind = Literal["TIFF", "PNG", "JPEG"]
@@ -155,6 +156,59 @@ class Layout:
     inline: int  # bytes of values that fit into an entry
 
 
+class RasterFile:
+    """A file that is all there.
+
+    Attributes:
+        size: bytes.
+        by_ranges: whether parts of it may have to be asked for.
+    """
+
+    by_ranges = False
+
+    def __init__(self, fd: int) -> None:
+        self.fd, self.size = fd, os.fstat(fd).st_size
+
+    def want(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Have some ranges there, (begin, end) each, before they are read one by one."""
+
+    def pread(self, length: int, place: int) -> bytes:
+        """Read at most `length` bytes from `place` on."""
+        return os.pread(self.fd, length, place)
+
+
+class RangedFile(RasterFile):
+    """A file of which the gateway fetches what is read: a sparse file that it fills.
+
+    Args:
+        fetched: bytes that are there, from the beginning on.
+        ask: has pages fetched, (first, number of pages) each; returns when they are there.
+    """
+
+    by_ranges = True
+
+    def __init__(self, fd: int, fetched: int, ask: Callable[[list[tuple[int, int]]], None]) -> None:
+        super().__init__(fd)
+        self._ask = ask
+        self._there = np.zeros(-(-self.size // PAGE), np.bool_)
+        self._there[: len(self._there) if fetched >= self.size else fetched // PAGE] = True
+
+    def want(self, ranges: Sequence[tuple[int, int]]) -> None:
+        missing = np.zeros_like(self._there)
+        for begin, end in ranges:
+            missing[max(begin, 0) // PAGE : -(-min(end, self.size) // PAGE)] = True
+        missing &= ~self._there
+        if not missing.any():
+            return
+        edges = np.flatnonzero(np.diff(missing, prepend=False, append=False)).reshape(-1, 2)
+        self._ask([(int(first), int(last - first)) for first, last in edges])
+        self._there |= missing
+
+    def pread(self, length: int, place: int) -> bytes:
+        self.want([(place, place + length)])
+        return os.pread(self.fd, length, place)
+
+
 class TiffHeader:
     """Tags of the first image.
 
@@ -166,8 +220,8 @@ class TiffHeader:
         RasterTooLarge: there are more than `IMAGES_LIMIT` images.
     """
 
-    def __init__(self, fd: int, size: int) -> None:
-        self._fd, self._size = fd, size
+    def __init__(self, file: RasterFile) -> None:
+        self._file, self._size = file, file.size
         self._layout, first = self._start()
         self._tags, following = self._directory(first)
         self.images = 1 + self._count_others(first, following)
@@ -239,7 +293,7 @@ class TiffHeader:
         return texts
 
     def _start(self) -> tuple[Layout, int]:
-        head = os.pread(self._fd, 16, 0)
+        head = self._file.pread(16, 0)
         order = "<" if head[:2] == b"II" else ">"
         if head[2:4] in (b"+\0", b"\0+"):
             layout = Layout(order, "Q", "Q", entry=20, inline=8)
@@ -254,7 +308,7 @@ class TiffHeader:
     def _read(self, place: int, length: int) -> bytes:
         if place + length > self._size:
             raise RasterBroken("the file is truncated or damaged: its TIFF header points beyond its end")
-        data = os.pread(self._fd, length, place)
+        data = self._file.pread(length, place)
         if len(data) != length:
             raise RasterBroken("the file became shorter while it was read")
         return data
@@ -320,15 +374,15 @@ def _plain_letters(text: bytes) -> bytes:
 
 
 class PlainTexts(io.RawIOBase):
-    """A file as it is, but for some bytes of its texts.
+    """A file for GDAL, as it is but for some bytes of its texts.
 
     Args:
         texts: bytes to read instead of the file's, by their place.
     """
 
-    def __init__(self, fd: int, texts: dict[int, bytes]) -> None:
-        self._fd, self._texts = fd, texts
-        self._size = os.fstat(fd).st_size
+    def __init__(self, file: RasterFile, texts: dict[int, bytes]) -> None:
+        self._file, self._texts = file, texts
+        self._size = file.size
         self._place = 0
 
     def readable(self) -> bool:
@@ -345,7 +399,7 @@ class PlainTexts(io.RawIOBase):
         return self._place
 
     def read(self, size: int = -1) -> bytes:
-        data = bytearray(os.pread(self._fd, self._size if size < 0 else size, self._place))
+        data = bytearray(self._file.pread(self._size if size < 0 else size, self._place))
         begin, end = self._place, self._place + len(data)
         for place, text in self._texts.items():
             first, last = max(begin, place), min(end, place + len(text))
@@ -395,7 +449,7 @@ def check_size(width: int, height: int, file_bytes: int, request: SceneRequest) 
     return tiles
 
 
-def check_tiff(header: TiffHeader, file_bytes: int, request: SceneRequest) -> str:
+def check_tiff(header: TiffHeader, file: RasterFile, request: SceneRequest) -> str:
     """Check a TIFF header and return numpy's name of the pixels' type.
 
     Raises:
@@ -403,7 +457,10 @@ def check_tiff(header: TiffHeader, file_bytes: int, request: SceneRequest) -> st
         RasterTooLarge: the raster is beyond the limits.
         RasterUnusable: the type or storage of the pixels is not supported.
     """
-    check_size(header.width, header.height, file_bytes, request)
+    if request.window is None and request.bbox is None:  # else the part that is wanted is checked
+        check_size(header.width, header.height, file.size, request)
+    elif not header.width or not header.height:
+        raise RasterBroken(f"the header says {header.width} x {header.height} pixels")
     if header.samples < 1:
         raise RasterBroken("the header says 0 bands")
     if header.samples > BANDS_OF_A_FILE:
@@ -420,7 +477,7 @@ def check_tiff(header: TiffHeader, file_bytes: int, request: SceneRequest) -> st
         raise RasterUnusable(
             f"its colours (TIFF photometric interpretation {header.photometric}) are not supported"
         )
-    _check_blocks(header, file_bytes, np.dtype(dtype).itemsize, request)
+    _check_blocks(header, file.size, np.dtype(dtype).itemsize, request)
     return dtype
 
 

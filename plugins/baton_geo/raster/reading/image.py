@@ -15,7 +15,7 @@ from baton_geo.raster.pixels.bands import FileBand, FileBands
 from baton_geo.raster.pixels.calibration import ScaleOffset, Stated
 from baton_geo.raster.pixels.values import Pixels, Valid
 from baton_geo.raster.reading.headers import MEMORY_SHARE, Kind, check_image_model, check_size
-from baton_geo.raster.reading.rows import Georeference
+from baton_geo.raster.reading.rows import BandNumbers, Georeference, Window
 
 COPIES = 4  # of an image in memory while it is rotated and its alpha band separated
 BROKEN = (
@@ -65,6 +65,7 @@ class ImageSource:
         self.block_height, self.first_look = 1, pixels * 3
         self.place = Georeference()
         self.acquired: str | None = None
+        self.numbers: tuple[BandNumbers, ...] | None = None
         self.notes = [
             note("no_crs", f"a {kind} has no CRS; the mask has none either, and areas are in pixels only")
         ]
@@ -84,6 +85,10 @@ class ImageSource:
         """See `Source`."""
         self._decode()
         return None if self._clear is None else self._clear[top : top + rows, left : left + columns]
+
+    def placed(self, window: Window) -> Georeference:
+        """See `Source`."""
+        return self.place
 
     def close(self) -> None:
         """Close the file."""

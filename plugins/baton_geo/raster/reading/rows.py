@@ -27,6 +27,7 @@ class Georeference:
         longitude: of the centre, degrees east on WGS 84.
         pixel_area: area of pixels on the ground.
         native: keywords of `rasterio.open` that give the mask the same georeference.
+        notes: assumptions and missing information.
     """
 
     crs: str | None = None
@@ -35,6 +36,25 @@ class Georeference:
     longitude: float | None = None
     pixel_area: PixelArea | None = None
     native: dict[str, Any] | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Window:
+    """A part of a raster, pixels of its grid."""
+
+    left: int
+    top: int
+    width: int
+    height: int
+
+
+@dataclass(frozen=True)
+class BandNumbers:
+    """The type and nodata of one band's numbers, of a scene whose files may differ in them."""
+
+    dtype: np.dtype[Any]
+    nodata: float | None
 
 
 class Source(Protocol):
@@ -50,7 +70,8 @@ class Source(Protocol):
         block_height: rows that are decoded together.
         first_look: bytes to decode for a single pixel.
         acquired: date or date and time, ISO 8601; None: unknown.
-        notes: assumptions and missing information.
+        notes: assumptions and missing information, without those of `place`.
+        numbers: of each band, where the bands are of several files; None: all have `dtype` and `nodata`.
     """
 
     width: int
@@ -64,6 +85,7 @@ class Source(Protocol):
     place: Georeference
     acquired: str | None
     notes: list[str]
+    numbers: tuple[BandNumbers, ...] | None
 
     def read(self, top: int, left: int, bands: tuple[int, ...], out: Pixels) -> None:
         """Fill `out`, shape (bands, rows, columns), with pixels from row `top` and column `left` on.
@@ -80,6 +102,9 @@ class Source(Protocol):
         Raises:
             RasterBroken: the rows cannot be decoded.
         """
+
+    def placed(self, window: Window) -> Georeference:
+        """Return the georeference of a part."""
 
     def close(self) -> None: ...
 

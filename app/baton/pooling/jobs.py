@@ -1,0 +1,396 @@
+"""Run plugins' requests as jobs whose files are kept: `/v1/scenes`.
+
+A job is a folder: `job.json` says what it is, `files` holds what it made. The gateway that runs a job holds a
+lock on its folder, so that whoever finds an unfinished one without a lock knows that its gateway is gone: the
+job has failed then, and has no files. Files are written beside, and appear all at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import structlog
+
+from baton.admission.fair_queue import QueueLimits, watched_queue
+from baton.admission.fair_threads import in_own_thread
+from baton.config.groups import SceneSettings
+from baton.engines.backend import Json
+from baton.errors import (
+    BatonError,
+    GatewayOverloaded,
+    IdempotencyKeyReused,
+    OperationUnsupported,
+    SceneNotFound,
+    SceneNotReady,
+)
+from baton.pooling.plugin import ResultFile, Upload
+from baton.pooling.run import Runner
+from baton.telemetry.ids import RequestContext
+from baton.telemetry.metrics import QueueMetrics
+from baton_kv.folders import make_folder
+
+log = structlog.get_logger("baton.pooling")
+
+State = Literal["queued", "running", "done", "failed"]
+RECORD, FILES, PART = "job.json", "files", "files.part"
+PREFIX = "scene-"
+LOST = {
+    "code": "scene_lost",
+    "message": "The gateway ended while it worked on this scene; send it again.",
+    "retryable": True,
+}
+TOO_LARGE = {
+    "code": "scene_too_large",
+    "message": "The files of this scene do not fit into what this server keeps (setting scenes.budget).",
+    "retryable": False,
+}
+RETRY_AFTER_S = 30
+
+
+@dataclass(frozen=True)
+class KeptFile:
+    """One file of a finished job.
+
+    Attributes:
+        name: file name, without a folder.
+        bytes: its size.
+    """
+
+    name: str
+    media_type: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is kept of a job.
+
+    Attributes:
+        key: digest of its `Idempotency-Key`; empty: it came without.
+        body: digest of its body, to which the key belongs.
+        created_at: seconds since the epoch, as are the next two.
+        finished_at: None: it is not.
+        expires_at: until when it is kept; None: it is not finished.
+        error: code, message and whether it may be sent again; None: it has not failed.
+        progress: how far it came, as its plugin says.
+    """
+
+    id: str
+    tenant: str
+    model: str
+    state: State
+    created_at: float
+    key: str = ""
+    body: str = ""
+    finished_at: float | None = None
+    expires_at: float | None = None
+    error: dict[str, Any] | None = None
+    files: tuple[KeptFile, ...] = ()
+    progress: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of its files."""
+        return sum(file.bytes for file in self.files)
+
+
+@dataclass(eq=False)
+class _Running:
+    """A job of this gateway that is not finished."""
+
+    job: Job
+    context: RequestContext
+    runner: Runner
+    lock: int
+    task: asyncio.Task[None] | None = None
+
+
+class SceneJobs:
+    """The jobs of one gateway, and of those before it that used its folder.
+
+    Args:
+        wall: seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        settings: SceneSettings,
+        folder: Path,
+        queues: QueueMetrics,
+        *,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._settings, self._folder, self._wall = settings, folder, wall
+        limits = QueueLimits(settings.at_once, settings.waiting, reserve=1)
+        self._places = watched_queue(limits, _no_place, queues, "scenes")
+        self._running: dict[str, _Running] = {}
+        self._turn = asyncio.Lock()  # of two requests with one key the second finds the first's job
+
+    async def aclose(self) -> None:
+        """End the running jobs; they have failed then."""
+        tasks = [running.task for running in self._running.values() if running.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def begin(
+        self,
+        runner: Runner,
+        work: Json | Upload,
+        context: RequestContext,
+        *,
+        model: str,
+        key: str,
+        body: bytes,
+        release: Callable[[], Awaitable[None]],
+    ) -> Job:
+        """Begin a job, or return the one that has its `Idempotency-Key` already.
+
+        Args:
+            key: the `Idempotency-Key`; empty: there is none.
+            body: digest of the request, to which the key belongs.
+            release: called when the work is not needed any more.
+
+        Raises:
+            OperationUnsupported: this server keeps no scenes.
+            IdempotencyKeyReused: the key came with another body.
+            EngineOverloaded: too many jobs wait already.
+        """
+        if not self._settings.budget:
+            await release()
+            raise OperationUnsupported("This server keeps no scenes (setting scenes.budget): use /pooling.")
+        try:
+            digest = hashlib.sha256(key.encode()).hexdigest() if key else ""
+            await self._turn.acquire()
+        except BaseException:
+            await release()
+            raise
+        try:
+            if digest and (known := await self._with_key(context.tenant, digest)) is not None:
+                if known.body != body.hex():
+                    raise IdempotencyKeyReused()
+                await release()
+                return known
+            self._places.require_room(context.tenant)
+            job = Job(
+                PREFIX + secrets.token_hex(16),
+                context.tenant,
+                model,
+                "queued",
+                self._wall(),
+                digest,
+                body.hex(),
+            )
+            lock = await in_own_thread(self._make, job)
+        except BaseException:
+            await release()
+            raise
+        finally:
+            self._turn.release()
+        running = _Running(job, replace(context, request_id=job.id), runner, lock)
+        self._running[job.id] = running
+        running.task = asyncio.create_task(self._run(running, work, release), name=job.id)
+        await asyncio.sleep(0)  # it begins, for a task that is cancelled before that would clean nothing up
+        return job
+
+    async def _with_key(self, tenant: str, digest: str) -> Job | None:
+        mine = (running.job for running in self._running.values())
+        found = next((job for job in mine if (job.tenant, job.key) == (tenant, digest)), None)
+        return found or next((job for job in await self.listed(tenant) if job.key == digest), None)
+
+    async def listed(self, tenant: str) -> list[Job]:
+        """List a tenant's jobs, the newest first."""
+        jobs = [job for job in await in_own_thread(self._every) if job.tenant == tenant]
+        return sorted(jobs, key=lambda job: -job.created_at)
+
+    async def get(self, job_id: str, tenant: str) -> Job:
+        """Find a job, with its progress as of now.
+
+        Raises:
+            SceneNotFound: the tenant has none with this id, or it is not kept any more.
+        """
+        running = self._running.get(job_id)
+        if running is None:
+            job = await in_own_thread(self._read, job_id)
+            if job is None or job.tenant != tenant:
+                raise SceneNotFound()
+            return job
+        if running.job.tenant != tenant:
+            raise SceneNotFound()
+        if running.job.state == "running":
+            progress = await running.runner.progress(running.context)
+            running.job = replace(running.job, progress=progress or running.job.progress)
+        return running.job
+
+    async def file(self, job_id: str, tenant: str, name: str) -> tuple[Path, KeptFile]:
+        """Find a file of a job.
+
+        Raises:
+            SceneNotFound: there is no such job or file.
+            SceneNotReady: the job is not done.
+        """
+        job = await self.get(job_id, tenant)
+        if job.state != "done":
+            raise SceneNotReady()
+        found = next((file for file in job.files if file.name == name), None)
+        if found is None:
+            raise SceneNotFound()
+        return self._folder / job.id / FILES / found.name, found
+
+    async def delete(self, job_id: str, tenant: str) -> None:
+        """End a job that runs, and remove it with its files.
+
+        Raises:
+            SceneNotFound: the tenant has none with this id.
+        """
+        await self.get(job_id, tenant)
+        running = self._running.get(job_id)
+        if running is not None and running.task is not None:
+            running.task.cancel()
+            await asyncio.wait({running.task})
+        await in_own_thread(shutil.rmtree, self._folder / job_id, True)
+
+    async def _run(
+        self, running: _Running, work: Json | Upload, release: Callable[[], Awaitable[None]]
+    ) -> None:
+        error: dict[str, Any] | None = LOST
+        try:
+            async with self._places.place(running.job.tenant):
+                await self._note(running, replace(running.job, state="running"))
+                answer = await running.runner.run(work, running.context, keep=True)
+                try:
+                    files = await in_own_thread(self._keep, running.job, await answer.files())
+                finally:
+                    await answer.close()
+            error = TOO_LARGE if files is None else None
+            running.job = replace(running.job, files=files or ())
+        except BatonError as refused:
+            error = {"code": refused.code, "message": refused.message, "retryable": refused.retryable}
+        except OSError as failed:
+            log.error("scene_not_kept", cause=type(failed).__name__)
+            error = {"code": "scene_not_kept", "message": "The files could not be kept.", "retryable": True}
+        finally:
+            now = self._wall()
+            state: State = "done" if error is None else "failed"
+            expires_at = now + self._settings.ttl_s
+            job = replace(running.job, state=state, error=error, finished_at=now, expires_at=expires_at)
+            with contextlib.suppress(OSError):  # the folder was removed, or the disk is full
+                await asyncio.shield(asyncio.ensure_future(self._note(running, job)))
+            os.close(running.lock)
+            del self._running[job.id]
+            await release()
+
+    async def _note(self, running: _Running, job: Job) -> None:
+        running.job = job
+        await in_own_thread(self._write, job)
+
+    def _make(self, job: Job) -> int:
+        """Make a job's folder, and return the descriptor that locks it."""
+        make_folder(self._folder)
+        folder = self._folder / job.id
+        folder.mkdir(0o700)
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        self._write(job)
+        return lock
+
+    def _write(self, job: Job) -> None:
+        record = self._folder / job.id / RECORD
+        draft = record.with_suffix(".draft")
+        draft.write_text(json.dumps(asdict(job)))
+        draft.replace(record)
+
+    def _read(self, job_id: str) -> Job | None:
+        """Read a job; None if there is none, or it has expired. One whose gateway is gone has failed."""
+        folder = self._folder / job_id
+        if not job_id.startswith(PREFIX) or not job_id.removeprefix(PREFIX).isalnum():
+            return None
+        try:
+            said = json.loads((folder / RECORD).read_text())
+            job = Job(**said | {"files": tuple(KeptFile(**file) for file in said["files"])})
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError, KeyError):
+            log.error("scene_record_unreadable", scene=job_id)
+            return None
+        if job.expires_at is not None and job.expires_at <= self._wall():
+            shutil.rmtree(folder, ignore_errors=True)
+            return None
+        if job.state in ("queued", "running") and job.id not in self._running and _is_free(folder):
+            for part in (FILES, PART):
+                shutil.rmtree(folder / part, ignore_errors=True)
+            now = self._wall()
+            expires_at = now + self._settings.ttl_s
+            job = replace(job, state="failed", error=LOST, finished_at=now, expires_at=expires_at, files=())
+            self._write(job)
+        return job
+
+    def _every(self) -> list[Job]:
+        try:
+            names = [name for name in os.listdir(self._folder) if name.startswith(PREFIX)]
+        except FileNotFoundError:
+            return []
+        return [job for name in names if (job := self._read(name)) is not None]
+
+    def _keep(self, job: Job, files: list[ResultFile]) -> tuple[KeptFile, ...] | None:
+        """Copy a job's files into its folder; None: they do not fit into the budget."""
+        kept = tuple(KeptFile(file.name, file.media_type, file.path.stat().st_size) for file in files)
+        need = sum(file.bytes for file in kept)
+        if need > self._settings.budget or not self._make_room(need):
+            return None
+        folder = self._folder / job.id
+        (folder / PART).mkdir(0o700)
+        for file in files:
+            shutil.copyfile(file.path, folder / PART / file.name)
+        (folder / PART).rename(folder / FILES)
+        return kept
+
+    def _make_room(self, need: int) -> bool:
+        """Remove the oldest finished jobs of the tenants with most bytes, until there is room."""
+        done = sorted((job for job in self._every() if job.state == "done"), key=lambda job: job.created_at)
+        used = Counter[str]()
+        for job in done:
+            used[job.tenant] += job.bytes
+        while done and used.total() + need > self._settings.budget:
+            most = used.most_common(1)[0][0]
+            victim = next(job for job in done if job.tenant == most)
+            done.remove(victim)
+            used[most] -= victim.bytes
+            shutil.rmtree(self._folder / victim.id, ignore_errors=True)
+        return used.total() + need <= self._settings.budget
+
+
+def _is_free(folder: Path) -> bool:
+    """Check whether no gateway holds the lock on a job's folder."""
+    with _opened(folder) as descriptor:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
+
+
+@contextlib.contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _no_place(_waited_s: float | None) -> BatonError:
+    return GatewayOverloaded("Too many scenes wait already; try again later.", retry_after_s=RETRY_AFTER_S)

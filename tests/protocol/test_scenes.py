@@ -1,0 +1,332 @@
+"""Scenes as jobs: state, files with ranges, keys that repeat nothing, budgets, ends of clients and gateways."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from protocol.test_ways import SCENE, map_engine
+from support.gateways import FakeGateway, Held, run_fake
+from support.plugin_gateways import until
+from support.sample_plugins import Files, plugin
+
+from baton.config.groups import SceneSettings
+from baton.engines.fake.engine import FakeBehaviour, FakeEngine
+from baton.errors import IdempotencyKeyReused, SceneNotFound, SceneNotReady
+from baton.pooling.jobs import Job, SceneJobs
+from baton.pooling.plugin import ResultFile
+from baton.telemetry.ids import RequestContext
+from baton.telemetry.metrics import GatewayMetrics
+
+BODY = {"model": "geo", "data": {"numbers": [0.03, 0.01, 0.02]}}
+
+
+@contextmanager
+def gateway_of(
+    folder: Path, instance: Any, behaviour: FakeBehaviour | None = None, **scenes: Any
+) -> Iterator[FakeGateway]:
+    engine = FakeEngine("geo", pooling=True, plugin=plugin(instance), behaviour=behaviour or FakeBehaviour())
+    with run_fake(engine, FakeEngine("other"), scenes={"folder": folder / "scenes", **scenes}) as gateway:
+        yield gateway
+
+
+def finished(client: httpx.Client, where: str) -> dict[str, Any]:
+    shown: dict[str, Any] = {}
+
+    def over() -> bool:
+        shown.update(client.get(where).json())
+        return shown["state"] in ("done", "failed")
+
+    assert until(over), shown
+    return shown
+
+
+def test_a_scene_is_done_and_its_files_stay(tmp_path: Path) -> None:
+    """202 with its address; then its files, whole and in ranges, until it is deleted; nothing else is left."""
+    made = tmp_path / "made"
+    made.mkdir()
+    with gateway_of(tmp_path, Files(made)) as gateway, gateway.client() as client:
+        begun = client.post("/v1/scenes", json=BODY)
+        where = begun.headers["location"]
+        assert (begun.status_code, where) == (202, f"/v1/scenes/{begun.json()['id']}")
+        shown = finished(client, where)
+        assert (shown["state"], shown["percent"], shown["model"]) == ("done", 100, "geo")
+        assert [(file["name"], file["bytes"]) for file in shown["files"]] == [
+            ("mask.tif", 8),
+            ("preview.png", 9),
+        ]
+        mask = client.get(shown["files"][0]["href"])
+        assert (mask.content, mask.headers["content-type"]) == (b"sum 0.06", "image/tiff")
+        part = client.get(f"{where}/mask.tif", headers={"range": "bytes=4-7"})
+        assert (part.status_code, part.content) == (206, b"0.06")
+        assert part.headers["content-range"] == "bytes 4-7/8"
+        again = client.get(f"{where}/mask.tif", headers={"if-none-match": mask.headers["etag"]})
+        assert (again.status_code, again.content) == (304, b"")
+        assert [job["id"] for job in client.get("/v1/scenes").json()["data"]] == [shown["id"]]
+        for name in ("job.json", "..%2Fjob.json", "nothing.tif"):
+            assert client.get(f"{where}/{name}").json()["error"]["code"] in ("scene_not_found", "not_found")
+        assert not list(made.iterdir())
+        assert client.delete(where).json()["deleted"] is True
+        for path in (where, f"{where}/mask.tif"):
+            assert client.get(path).json()["error"]["code"] == "scene_not_found"
+        assert not list((tmp_path / "scenes").iterdir())
+
+
+def test_an_upload_is_a_job_too(tmp_path: Path) -> None:
+    """As for `/pooling`; its file goes when the job is over."""
+    spool = tmp_path / "spool"
+    spool.mkdir()
+    engine = FakeEngine("geo", pooling=True, plugin=plugin(Files(tmp_path)))
+    scenes = {"folder": tmp_path / "scenes"}
+    with (
+        run_fake(engine, FakeEngine("other"), scenes=scenes, pooling={"spool_dir": spool}) as gateway,
+        gateway.client(headers={"content-type": "image/tiff", "idempotency-key": "k"}) as client,
+    ):
+        begun = client.post("/v1/scenes?model=geo", content=b"\1\2\3\4")
+        assert finished(client, begun.headers["location"])["state"] == "done"
+        assert client.post("/v1/scenes?model=geo", content=b"\1\2\3\4").json()["id"] == begun.json()["id"]
+        other = client.post("/v1/scenes?model=geo", content=b"\1\2\3\5")
+        assert (other.status_code, other.json()["error"]["code"]) == (409, "idempotency_key_reused")
+        assert until(lambda: not list(spool.iterdir()))
+
+
+def test_a_key_repeats_nothing(tmp_path: Path) -> None:
+    """While it runs as when it is done; a job whose plugin refuses says so, in the plugin's words."""
+    with gateway_of(tmp_path, Files(tmp_path)) as gateway, gateway.client() as client:
+        keyed = {"idempotency-key": "the one"}
+        first = client.post("/v1/scenes", json=BODY, headers=keyed).json()
+        assert client.post("/v1/scenes", json=BODY, headers=keyed).json()["id"] == first["id"]
+        assert client.post("/v1/scenes", json=BODY).json()["id"] != first["id"]
+        refused = client.post("/v1/scenes", json=BODY, headers={"idempotency-key": "x" * 256})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "idempotency-key")
+        bad = {"model": "geo", "data": {"numbers": [1], "in": "pre", "do": "refuse"}}
+        where = client.post("/v1/scenes", json=bad).headers["location"]
+        shown = finished(client, where)
+        assert (shown["state"], shown["error"]["code"], shown["files"]) == ("failed", "too_cloudy", [])
+        assert client.get(f"{where}/mask.tif").json()["error"]["code"] == "scene_not_ready"
+        assert client.post("/v1/scenes", json={"model": "other", "data": {}}).status_code == 400
+    with gateway_of(tmp_path, Files(tmp_path), budget=0) as gateway, gateway.client() as client:
+        assert client.post("/v1/scenes", json=BODY).json()["error"]["code"] == "operation_unsupported"
+
+
+@pytest.mark.fault("F23")
+def test_a_deleted_job_frees_what_it_held(tmp_path: Path) -> None:
+    """Its prompts leave the engine and its plugin forgets it, before the answer."""
+    held, instance = Held(), Files(tmp_path)
+    with (
+        gateway_of(tmp_path, instance, FakeBehaviour(wait=held)) as gateway,
+        gateway.client() as client,
+    ):
+        body = {"model": "geo", "data": {"numbers": [100.0, 100.0]}}
+        where = client.post("/v1/scenes", json=body).headers["location"]
+        assert until(lambda: client.get(where).json()["state"] == "running")
+        client.delete(where)
+        assert len(instance.forgotten) == 1
+        assert client.get(where).status_code == 404
+        assert finished(client, client.post("/v1/scenes", json=BODY).headers["location"])["state"] == "done"
+
+
+def jobs_of(folder: Path, **settings: Any) -> SceneJobs:
+    wall = settings.pop("wall", lambda: 1000.0)
+    return SceneJobs(SceneSettings(**settings), folder, GatewayMetrics().queues, wall=wall)
+
+
+class Stub:
+    """A runner whose answer is one file."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    async def progress(self, _context: Any) -> dict[str, int]:
+        return {}
+
+    async def run(self, *_: Any, **__: Any) -> Any:
+        async def files() -> list[ResultFile]:
+            return [ResultFile("mask.tif", "image/tiff", self.file)]
+
+        async def close() -> None:
+            return None
+
+        return SimpleNamespace(files=files, close=close)
+
+
+async def one(jobs: SceneJobs, file: Path, tenant: str, key: str = "") -> Job:
+    async def release() -> None:
+        return None
+
+    context = RequestContext("r", None, None, None, tenant)
+    runner: Any = Stub(file)
+    job = await jobs.begin(runner, {}, context, model="m", key=key, body=b"1", release=release)
+    await asyncio.gather(*(task for task in asyncio.all_tasks() if task.get_name() == job.id))
+    return await jobs.get(job.id, tenant)
+
+
+async def test_a_scene_is_its_tenants_alone(tmp_path: Path) -> None:
+    """Neither shown nor deleted nor found by a key for another; and another gateway finds it for its own."""
+    file = tmp_path / "mask.tif"
+    file.write_bytes(b"mask")
+    jobs = jobs_of(tmp_path / "scenes")
+    job = await one(jobs, file, "acme", key="k")
+    for ask in (
+        jobs.get(job.id, "other"),
+        jobs.file(job.id, "other", "mask.tif"),
+        jobs.delete(job.id, "other"),
+    ):
+        with pytest.raises(SceneNotFound):
+            await ask
+    assert await jobs.listed("other") == []
+    assert (await one(jobs, file, "other", key="k")).id != job.id
+    later = jobs_of(tmp_path / "scenes")
+    path, kept = await later.file(job.id, "acme", "mask.tif")
+    assert (path.read_bytes(), kept.bytes) == (b"mask", 4)
+    assert (await one(later, file, "acme", key="k")).id == job.id
+    for odd in ("scene-..", "../x", "scene-" + "0" * 32, ""):
+        with pytest.raises(SceneNotFound):
+            await later.get(odd, "acme")
+
+
+async def test_scenes_expire_and_make_room(tmp_path: Path) -> None:
+    """The oldest of the tenant with most bytes go first; what does not fit at all is refused by name."""
+    file = tmp_path / "mask.tif"
+    file.write_bytes(b"x" * 400)
+    now = [0.0]
+    jobs = jobs_of(tmp_path / "scenes", budget=1000, ttl_s=60, wall=lambda: now[0])
+    mine = await one(jobs, file, "small")
+    first = await one(jobs, file, "large")
+    now[0] = 1.0
+    file.write_bytes(b"x" * 500)
+    second = await one(jobs, file, "large")
+    assert (second.state, {job.id for job in await jobs.listed("small")}) == ("done", {mine.id})
+    assert [job.id for job in await jobs.listed("large")] == [second.id]
+    with pytest.raises(SceneNotFound):
+        await jobs.get(first.id, "large")
+    file.write_bytes(b"x" * 1001)
+    refused = await one(jobs, file, "small")
+    assert refused.error is not None
+    assert refused.error["code"] == "scene_too_large"
+    now[0] = 100.0
+    assert await jobs.listed("large") == await jobs.listed("small") == []
+    assert not list((tmp_path / "scenes").iterdir())
+
+
+KILLED = """
+import asyncio, sys
+from pathlib import Path
+sys.path[:0] = sys.argv[2:]
+from protocol.test_scenes import Stub, jobs_of
+from baton.telemetry.ids import RequestContext
+
+class Halfway(Stub):
+    async def run(self, *_, **__):
+        await asyncio.sleep(0)
+        (part := self.file / (await jobs.listed("acme"))[0].id / "files.part").mkdir()
+        (part / "mask.tif").write_bytes(b"half")
+        print("halfway", flush=True)
+        await asyncio.sleep(600)
+
+async def main():
+    global jobs
+    jobs = jobs_of(Path(sys.argv[1]))
+    async def release(): pass
+    context = RequestContext("r", None, None, None, "acme")
+    await jobs.begin(Halfway(Path(sys.argv[1])), {}, context, model="m", key="k", body=b"1", release=release)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.fault("F24")
+@pytest.mark.timeout(60)
+def test_a_killed_gateway_leaves_a_job_that_says_so(tmp_path: Path) -> None:
+    """SIGKILL in the middle: while it lives its job runs for others too; then it has failed, and has no file."""
+    folder, paths = tmp_path / "scenes", [path for path in sys.path if path]
+    command = [sys.executable, "-W", "ignore", "-c", KILLED, str(folder), *paths]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"halfway\n"
+        jobs = jobs_of(folder)
+        (job,) = asyncio.run(jobs.listed("acme"))
+        assert job.state == "running"
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    (lost,) = asyncio.run(jobs.listed("acme"))
+    assert lost.error is not None
+    assert (lost.state, lost.error["code"], lost.error["retryable"]) == ("failed", "scene_lost", True)
+    with pytest.raises(SceneNotReady):
+        asyncio.run(jobs.file(job.id, "acme", "mask.tif"))
+    assert [path.name for path in (folder / job.id).iterdir()] == ["job.json"]
+
+
+async def test_a_closed_gateway_says_so_too(tmp_path: Path) -> None:
+    """A stop ends its jobs, and a record that cannot be read is no job."""
+
+    class Endless(Stub):
+        async def run(self, *_: Any, **__: Any) -> Any:
+            await asyncio.Event().wait()
+
+    async def release() -> None:
+        released.append(True)
+
+    released: list[bool] = []
+    jobs = jobs_of(tmp_path)
+    context = RequestContext("r", None, None, None, "acme")
+    endless: Any = Endless(tmp_path)
+    job = await jobs.begin(endless, {}, context, model="m", key="k", body=b"1", release=release)
+    with pytest.raises(IdempotencyKeyReused):
+        await jobs.begin(endless, {}, context, model="m", key="k", body=b"2", release=release)
+    await jobs.aclose()
+    assert len(released) == 2
+    (lost,) = await jobs_of(tmp_path).listed("acme")
+    assert (lost.id, lost.state) == (job.id, "failed")
+    (tmp_path / job.id / "job.json").write_text("{")
+    assert await jobs_of(tmp_path).listed("acme") == []
+
+
+def test_a_map_is_kept_with_all_that_qgis_opens(tmp_path: Path) -> None:
+    """The shipped map's plugin: seven files; the mask is the one that `/pooling` gives, in its types too."""
+    spool = tmp_path / "spool"
+    spool.mkdir()
+    scenes = {"folder": tmp_path / "scenes"}
+    upload = {"content-type": "image/tiff"}
+    with (
+        map_engine(spool) as engine,
+        run_fake(engine, FakeEngine("other"), scenes=scenes) as gateway,
+        gateway.client() as client,
+    ):
+        begun = client.post("/v1/scenes?model=map", content=SCENE.read_bytes(), headers=upload)
+        shown = finished(client, begun.headers["location"])
+        assert shown["state"] == "done", shown
+        assert [file["name"] for file in shown["files"]] == [
+            "mask.tif", "probabilities.tif", "preview.png", "mask.geojson", "mask.gpkg", "mask.qml", "item.json",
+        ]  # fmt: skip
+        files = {file["name"]: client.get(file["href"]).content for file in shown["files"]}
+        item = json.loads(files["item.json"])
+        assert item["id"] == shown["id"]
+        assert {f"./{name}" for name in files} - {"./item.json"} == {
+            asset["href"] for asset in item["assets"].values()
+        }
+        for kind, name in (("image/tiff", "mask.tif"), ("application/geo+json", "mask.geojson")):
+            at_once = client.post(
+                "/pooling?model=map", content=SCENE.read_bytes(), headers=upload | {"accept": kind}
+            )
+            assert (at_once.status_code, at_once.headers["content-type"]) == (200, kind)
+            assert at_once.content == files[name]
+        package = client.post(
+            "/pooling?model=map",
+            content=SCENE.read_bytes(),
+            headers=upload | {"accept": "application/geopackage+sqlite3"},
+        )
+        assert package.content.startswith(b"SQLite format 3\0")
+        assert until(lambda: not list(spool.iterdir()))
