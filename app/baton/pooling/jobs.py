@@ -156,6 +156,7 @@ class SceneJobs:
         key: str,
         body: bytes,
         release: Callable[[], Awaitable[None]],
+        keep: Callable[[asyncio.Task[None], RequestContext], None] = lambda _task, _context: None,
     ) -> Job:
         """Begin a job, or return the one that has its `Idempotency-Key` already.
 
@@ -163,6 +164,7 @@ class SceneJobs:
             key: the `Idempotency-Key`; empty: there is none.
             body: digest of the request, to which the key belongs.
             release: called when the work is not needed any more.
+            keep: called with the job's task, and the context in which it counts tokens.
 
         Raises:
             OperationUnsupported: this server keeps no scenes.
@@ -203,6 +205,7 @@ class SceneJobs:
         running = _Running(job, replace(context, request_id=job.id), runner, lock)
         self._running[job.id] = running
         running.task = asyncio.create_task(self._run(running, work, release), name=job.id)
+        keep(running.task, running.context)
         await asyncio.sleep(0)  # it begins, for a task that is cancelled before that would clean nothing up
         return job
 

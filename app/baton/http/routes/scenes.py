@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
+from dataclasses import replace
 from email.utils import formatdate
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ from baton.admission.fair_threads import in_own_thread
 from baton.engines.backend import Json
 from baton.engines.engine import Engine
 from baton.errors import InvalidRequest, OperationUnsupported
-from baton.http.answer import strip
+from baton.http.answer import engage, strip, unless_gone
 from baton.http.request import (
     UPLOAD_TYPES,
     Gateway,
@@ -30,6 +33,7 @@ from baton.pooling.jobs import Job
 from baton.pooling.plugin import Upload
 from baton.pooling.run import Runner
 from baton.pooling.uploads import UploadSpool
+from baton.telemetry.ids import RequestContext
 
 router = APIRouter()
 KEY, KEY_CHARACTERS = "idempotency-key", 255
@@ -45,14 +49,21 @@ async def create_scene(request: Request) -> Response:
         job = await _of_upload(request, gateway, key)
     else:
         body = await read_json(request, gateway.settings.limits, instead=JSON_OR_FILE)
-        engine = gateway.fleet.pick(body.get("model"), pools=True)
+        engine = await unless_gone(request, engage(request, body.get("model"), pools=True))
         runner = _runner(request, gateway, engine)
         digest = hashlib.sha256(await request.body()).digest()
         require_priority(body.get("priority", 0))
         strip(request, body)
         require_data(runner, engine, body)
         job = await gateway.scenes.begin(
-            runner, body, context_of(request), model=engine.name, key=key, body=digest, release=_nothing
+            runner,
+            body,
+            context_of(request),
+            model=engine.name,
+            key=key,
+            body=digest,
+            release=_nothing,
+            keep=partial(_keep, request),
         )
     where = _address(gateway, job)
     return JSONResponse(_shown(gateway, job), 202, headers={"Location": where})
@@ -73,7 +84,7 @@ def _runner(request: Request, gateway: Gateway, engine: Engine) -> Runner:
 
 
 async def _of_upload(request: Request, gateway: Gateway, key: str) -> Job:
-    engine = gateway.fleet.pick(request.query_params.get("model"), pools=True)
+    engine = await engage(request, request.query_params.get("model"), pools=True)
     runner = _runner(request, gateway, engine)
     query = {name: value for name, value in request.query_params.items() if name not in QUERY_OURS}
     spool = UploadSpool(gateway.settings.pooling.spool_dir)
@@ -86,8 +97,23 @@ async def _of_upload(request: Request, gateway: Gateway, key: str) -> Job:
         raise
     work = Upload(spool.path, media_type_of(request), query)
     return await gateway.scenes.begin(
-        runner, work, context_of(request), model=engine.name, key=key, body=digest, release=spool.close
+        runner,
+        work,
+        context_of(request),
+        model=engine.name,
+        key=key,
+        body=digest,
+        release=spool.close,
+        keep=partial(_keep, request),
     )
+
+
+def _keep(request: Request, task: asyncio.Task[None], context: RequestContext) -> None:
+    """Keep the engine for a job, and count what it uses when it has ended."""
+    state, usage = state_of(request.scope), gateway_of(request).usage
+    state.ticket.lend(task)
+    of_job = replace(state, context=context)
+    task.add_done_callback(lambda _task: of_job.count(usage))
 
 
 def _digest(file: Path, model: str, query: dict[str, str]) -> bytes:
