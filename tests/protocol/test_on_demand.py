@@ -197,6 +197,28 @@ def test_running_streams_end_before_their_engine_makes_room_and_new_ones_wait_fo
         assert (first.starts, second.starts, first.aborted) == (2, 1, 0)
 
 
+def test_a_drain_that_nobody_waits_for_any_more_is_taken_back() -> None:
+    held = Held()
+    first, second = FakeEngine("a", behaviour=FakeBehaviour(token_seconds=1, wait=held)), FakeEngine("b")
+    told = on_demand("a", "b", memory=200 * MIB)
+    with (
+        run_fake(first, second, told=told, on_demand=ROOM, edge=AT_ONCE) as gateway,
+        ThreadPoolExecutor() as pool,
+        gateway.client() as client,
+        client.stream("POST", "/v1/completions", json=STREAM) as stream,
+    ):
+        wait_for(lambda: first.active, "it does not run")
+        with gateway.client() as other, pytest.raises(httpx.ReadTimeout):
+            other.post("/v1/completions", json=TEXT | {"model": "b"}, timeout=0.3)
+        late = pool.submit(post, gateway, TEXT)
+        until_state(gateway, "a", "ready")
+        wait_for(lambda: first.active == 2, "the second request does not run beside the first")
+        held.release()
+        assert "data: [DONE]" in stream.read().decode()
+        assert late.result().status_code == 200
+        assert (first.starts, second.starts) == (1, 0)
+
+
 def test_requests_that_do_not_end_in_time_are_ended_for_the_models_that_wait() -> None:
     first, second = FakeEngine("a"), FakeEngine("b")
     first.behaviour = FakeBehaviour(token_seconds=1, wait=Held())

@@ -283,6 +283,10 @@ class Supervisor:
         self._begin(UNLOAD, drain_s, busy)
         self._now(EngineState.UNLOADING)
 
+    def take_back(self) -> None:
+        """Let the engine run on though `unload` was called, or start it again where it has stopped."""
+        self.operate(Act.START, 0, lambda: False)
+
     def give_up(self) -> None:
         """Leave the engine down until an operator starts it."""
         self.given_up = True

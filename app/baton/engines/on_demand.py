@@ -104,6 +104,10 @@ class Served(Protocol):
         """Begin to stop it once its requests have ended; its state is `unloading` from now on."""
         ...
 
+    def take_back(self) -> None:
+        """Let it run on though `unload` was called, or start it again where it has stopped."""
+        ...
+
     def give_up(self) -> None:
         """Leave it down until an operator starts it."""
         ...
@@ -123,6 +127,7 @@ class Resident:
         used_at: when a request last began or ended to use it.
         ready_at: when it last became ready.
         began_at: when its start began.
+        leaves_for: the model that it makes room for; None: it makes none.
         failures: when starts failed lately.
         retry_at: when the next start may begin.
     """
@@ -501,7 +506,9 @@ class OnDemand:
             if not resident.waiting and not resident.wanted:
                 self._over(resident)
             elif state in (EngineState.UNLOADING, EngineState.STOPPING):
-                return  # it is told when that has ended
+                if state is EngineState.UNLOADING and resident.leaves_for not in (None, *self._turns):
+                    resident.served.take_back()  # nobody waits any more for its room
+                return  # a change of its state is told
             elif state is not EngineState.UNLOADED:
                 self._over(resident, None if state in (EngineState.READY, EngineState.STARTING) else _refuse)
             elif resident.retry_at > now or self._never_fits(resident):
@@ -565,7 +572,7 @@ class OnDemand:
         resident.ready_at = resident.used_at = now
         resident.measured_at = -math.inf
         resident.failures.clear()
-        resident.wanted, resident.served.note = False, None
+        resident.wanted, resident.served.note, resident.leaves_for = False, None, None
         if loaded:
             self._metrics.loads.labels(resident.name, "ready").inc()
         for waiter in list(resident.waiting):
