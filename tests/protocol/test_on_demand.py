@@ -153,6 +153,27 @@ def test_a_start_that_hangs_is_given_up_and_another_model_gets_the_room() -> Non
         assert post(gateway, TEXT | {"model": "b"}).status_code == 200
 
 
+def test_a_stream_that_is_left_while_its_model_is_loaded_or_after_that_is_aborted() -> None:
+    loading, held = Held(), Held()
+
+    async def wait(seconds: float) -> None:
+        await (loading if seconds == 2 else held)(seconds)
+
+    engine = FakeEngine("a", behaviour=FakeBehaviour(start_seconds=2, token_seconds=1, wait=wait))
+    with run_fake(engine, told=on_demand("a", idle_s=0), edge=AT_ONCE) as gateway, gateway.client() as client:
+        with client.stream("POST", "/v1/completions", json=STREAM) as stream:
+            assert next(stream.iter_lines()) == ": keep-alive"
+        waiting = 'baton_engine_load_waiting{engine="a"}'
+        wait_for(lambda: metric(gateway, waiting) == 0, "it is still waited for")
+        with client.stream("POST", "/v1/completions", json=STREAM) as stream:
+            lines = stream.iter_lines()  # kept: without it the stream is left at once
+            assert next(lines) == ": keep-alive"
+            loading.release()
+            wait_for(lambda: engine.active, "it does not run")
+        wait_for(lambda: engine.aborted == 1 and not engine.active, "it was not aborted")
+        until_state(gateway, "a", "unloaded")
+
+
 def test_a_client_that_leaves_while_its_model_waits_is_forgotten() -> None:
     held = Held()
     first = FakeEngine("a", behaviour=FakeBehaviour(token_seconds=1, wait=held))

@@ -339,7 +339,8 @@ class Supervisor:
                 await self.start(within_s=within_s)
         except Exception as error:  # noqa: BLE001  # the border of a background task: the engine stays down
             cause = error.message if isinstance(error, BatonError) else None
-            self._log.error("operator_act_failed", act=act, cause=cause, exc_info=None if cause else error)
+            event = "engine_load_failed" if act == LOAD else "operator_act_failed"
+            self._log.error(event, act=act, cause=cause, exc_info=None if cause else error)
             self._now(EngineState.UNLOADED if act == LOAD else EngineState.FAILED)
             return
         self.given_up = False
