@@ -320,6 +320,29 @@ def test_two_operators_and_clients_at_once_leave_every_model_usable(gateway: Fak
         assert post(gateway, TEXT | {"model": name}).status_code == 200
 
 
+def test_a_stop_of_a_model_that_is_not_loaded_costs_no_other_its_room(gateway: FakeGateway) -> None:
+    for name in "ab":
+        post(gateway, TEXT | {"model": name})
+    act(gateway, "c", "stop")
+    until_state(gateway, "c", "stopped")
+    assert post(gateway, TEXT).status_code == 200
+    assert states(gateway) == {"a": "ready", "b": "ready", "c": "stopped"}
+    assert metric(gateway, 'baton_engine_unloads_total{engine="a",reason="budget"}') == 0
+
+
+@pytest.mark.fault("A24")
+def test_an_operators_start_that_fails_leaves_a_model_to_be_loaded_for_requests(gateway: FakeGateway) -> None:
+    engine = gateway.engine("a")
+    post(gateway, TEXT)
+    engine.behaviour.start_error = StartError("gone")
+    act(gateway, "a", "restart")
+    wait_for(lambda: engine.starts == 2, "it is not started again")
+    until_state(gateway, "a", "unloaded")
+    assert row(gateway, "a")["why"].startswith("Its last start failed")
+    engine.behaviour.start_error = None
+    wait_for(lambda: post(gateway, TEXT).status_code == 200, "it is not tried again")
+
+
 def test_an_operators_stop_of_an_unloaded_model_keeps_requests_from_loading_it(gateway: FakeGateway) -> None:
     act(gateway, "a", "stop")
     until_state(gateway, "a", "stopped")

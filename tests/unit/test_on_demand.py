@@ -44,7 +44,7 @@ class Served:
         self.loads = self.unloads = 0
         self.busy: Callable[[], bool] = lambda: False
 
-    def load(self, within_s: float) -> None:
+    def load(self) -> None:
         assert self.state is EngineState.UNLOADED
         self.loads += 1
         self.state = EngineState.STARTING

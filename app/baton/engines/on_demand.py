@@ -96,7 +96,7 @@ class Served(Protocol):
     @property
     def memory_bytes(self) -> int | None: ...
 
-    def load(self, within_s: float) -> None:
+    def load(self) -> None:
         """Begin to start it; its state is `starting` from now on."""
         ...
 
@@ -177,6 +177,9 @@ class OnDemand:
         terms: those of each engine that runs here, by its name.
         budget: bytes that all of them may take, by place.
         clock: seconds on a monotonic clock.
+
+    Attributes:
+        start_s: seconds that one start may take.
     """
 
     def __init__(
@@ -188,6 +191,7 @@ class OnDemand:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
+        self.start_s = settings.start_s
         self._supervision = supervision
         self._terms = terms
         self._budget = dict(budget)
@@ -544,7 +548,7 @@ class OnDemand:
         resident.wanted, resident.began_at = False, self._clock()
         resident.served.note = None
         log.info("engine_loading", engine=resident.name, memory=sum(resident.need.values()))
-        resident.served.load(self._settings.start_s)
+        resident.served.load()
         resident.seen = EngineState.STARTING
 
     def _note(self, resident: Resident) -> None:
