@@ -153,6 +153,27 @@ def test_a_start_that_hangs_is_given_up_and_another_model_gets_the_room() -> Non
         assert post(gateway, TEXT | {"model": "b"}).status_code == 200
 
 
+def test_a_stream_that_is_left_while_its_model_is_loaded_or_after_that_is_aborted() -> None:
+    loading, held = Held(), Held()
+
+    async def wait(seconds: float) -> None:
+        await (loading if seconds == 2 else held)(seconds)
+
+    engine = FakeEngine("a", behaviour=FakeBehaviour(start_seconds=2, token_seconds=1, wait=wait))
+    with run_fake(engine, told=on_demand("a", idle_s=0), edge=AT_ONCE) as gateway, gateway.client() as client:
+        with client.stream("POST", "/v1/completions", json=STREAM) as stream:
+            assert next(stream.iter_lines()) == ": keep-alive"
+        waiting = 'baton_engine_load_waiting{engine="a"}'
+        wait_for(lambda: metric(gateway, waiting) == 0, "it is still waited for")
+        with client.stream("POST", "/v1/completions", json=STREAM) as stream:
+            lines = stream.iter_lines()  # kept: without it the stream is left at once
+            assert next(lines) == ": keep-alive"
+            loading.release()
+            wait_for(lambda: engine.active, "it does not run")
+        wait_for(lambda: engine.aborted == 1 and not engine.active, "it was not aborted")
+        until_state(gateway, "a", "unloaded")
+
+
 def test_a_client_that_leaves_while_its_model_waits_is_forgotten() -> None:
     held = Held()
     first = FakeEngine("a", behaviour=FakeBehaviour(token_seconds=1, wait=held))
@@ -195,6 +216,28 @@ def test_running_streams_end_before_their_engine_makes_room_and_new_ones_wait_fo
         assert other.result().status_code == 200
         assert late.result().status_code == 200
         assert (first.starts, second.starts, first.aborted) == (2, 1, 0)
+
+
+def test_a_drain_that_nobody_waits_for_any_more_is_taken_back() -> None:
+    held = Held()
+    first, second = FakeEngine("a", behaviour=FakeBehaviour(token_seconds=1, wait=held)), FakeEngine("b")
+    told = on_demand("a", "b", memory=200 * MIB)
+    with (
+        run_fake(first, second, told=told, on_demand=ROOM, edge=AT_ONCE) as gateway,
+        ThreadPoolExecutor() as pool,
+        gateway.client() as client,
+        client.stream("POST", "/v1/completions", json=STREAM) as stream,
+    ):
+        wait_for(lambda: first.active, "it does not run")
+        with gateway.client() as other, pytest.raises(httpx.ReadTimeout):
+            other.post("/v1/completions", json=TEXT | {"model": "b"}, timeout=0.3)
+        late = pool.submit(post, gateway, TEXT)
+        until_state(gateway, "a", "ready")
+        wait_for(lambda: first.active == 2, "the second request does not run beside the first")
+        held.release()
+        assert "data: [DONE]" in stream.read().decode()
+        assert late.result().status_code == 200
+        assert (first.starts, second.starts) == (1, 0)
 
 
 def test_requests_that_do_not_end_in_time_are_ended_for_the_models_that_wait() -> None:
@@ -275,6 +318,29 @@ def test_two_operators_and_clients_at_once_leave_every_model_usable(gateway: Fak
     assert sorted(states(gateway).values()) == ["ready", "ready", "unloaded"]
     for name in "abc":
         assert post(gateway, TEXT | {"model": name}).status_code == 200
+
+
+def test_a_stop_of_a_model_that_is_not_loaded_costs_no_other_its_room(gateway: FakeGateway) -> None:
+    for name in "ab":
+        post(gateway, TEXT | {"model": name})
+    act(gateway, "c", "stop")
+    until_state(gateway, "c", "stopped")
+    assert post(gateway, TEXT).status_code == 200
+    assert states(gateway) == {"a": "ready", "b": "ready", "c": "stopped"}
+    assert metric(gateway, 'baton_engine_unloads_total{engine="a",reason="budget"}') == 0
+
+
+@pytest.mark.fault("A24")
+def test_an_operators_start_that_fails_leaves_a_model_to_be_loaded_for_requests(gateway: FakeGateway) -> None:
+    engine = gateway.engine("a")
+    post(gateway, TEXT)
+    engine.behaviour.start_error = StartError("gone")
+    act(gateway, "a", "restart")
+    wait_for(lambda: engine.starts == 2, "it is not started again")
+    until_state(gateway, "a", "unloaded")
+    assert row(gateway, "a")["why"].startswith("Its last start failed")
+    engine.behaviour.start_error = None
+    wait_for(lambda: post(gateway, TEXT).status_code == 200, "it is not tried again")
 
 
 def test_an_operators_stop_of_an_unloaded_model_keeps_requests_from_loading_it(gateway: FakeGateway) -> None:

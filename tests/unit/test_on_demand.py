@@ -44,7 +44,7 @@ class Served:
         self.loads = self.unloads = 0
         self.busy: Callable[[], bool] = lambda: False
 
-    def load(self, within_s: float) -> None:
+    def load(self) -> None:
         assert self.state is EngineState.UNLOADED
         self.loads += 1
         self.state = EngineState.STARTING
@@ -54,6 +54,10 @@ class Served:
         self.unloads += 1
         self.busy = busy
         self.state = EngineState.UNLOADING
+
+    def take_back(self) -> None:
+        assert self.state is EngineState.UNLOADING
+        self.state = EngineState.READY
 
     def give_up(self) -> None:
         self.state = EngineState.FAILED
@@ -185,6 +189,28 @@ async def test_where_all_are_busy_the_one_used_longest_ago_ends_its_requests_and
     models.goes("c", EngineState.UNLOADED)
     models.goes("a", EngineState.READY)
     await again
+
+
+async def test_an_engine_whose_room_nobody_waits_for_any_more_goes_on() -> None:
+    """Else its own clients would wait for the end of a drain that is good for nobody."""
+    models = Models("a", "b", "c")
+    await models.loaded("a")
+    await models.loaded("b")
+    asked = models.asked("c")
+    await asyncio.sleep(0)
+    models.step(10)
+    assert models["a"].state is EngineState.UNLOADING
+    again = models.asked("a")
+    await asyncio.sleep(0)
+    models.step()
+    assert models["a"].state is EngineState.UNLOADING, "c waits for its room"
+    asked.cancel()
+    with suppress(asyncio.CancelledError):
+        await asked
+    models.step()
+    models.step()
+    await again
+    assert (models["a"].state, models["a"].loads, models["c"].loads) == (EngineState.READY, 1, 0)
 
 
 async def test_the_smallest_number_of_engines_leaves() -> None:

@@ -120,6 +120,7 @@ class Supervisor:
         self._started_at = 0.0
         self._reason = "died"
         self._operated: EngineState | None = None
+        self._within_s: float | None = None  # of a start; there is a limit for engines on demand alone
         self._act: str | None = None
         self._working: asyncio.Task[None] | None = None
         self._past: set[asyncio.Task[None]] = set()
@@ -297,20 +298,37 @@ class Supervisor:
         else:
             self._begin(Act.STOP if stopped else Act.RESTART, drain_s, busy)
 
-    def on_demand(self) -> None:
-        """Leave the engine down until `load`, as one on demand begins; one that failed or was stopped too."""
+    def on_demand(self, start_s: float) -> None:
+        """Leave the engine down until `load`, as one on demand begins; one that failed or was stopped too.
+
+        Args:
+            start_s: seconds that a start may take from now on. It is down again where one fails.
+        """
         self.given_up = False
+        self.start_within(start_s)
         self._now(EngineState.UNLOADED)
 
-    def load(self, within_s: float) -> None:
-        """Begin to start an engine that is down; it is down again where the start fails, or takes longer."""
-        self._begin(LOAD, 0, lambda: False, within_s)
+    def start_within(self, seconds: float | None) -> None:
+        """Limit the time that a start may take from now on; None: however long."""
+        self._within_s = seconds
+
+    def load(self) -> None:
+        """Begin to start an engine on demand that is down."""
+        self._begin(LOAD, 0, lambda: False)
         self._now(EngineState.STARTING)
+
+    def stopped(self) -> None:
+        """Leave an engine without a process down until an operator starts it."""
+        self._now(EngineState.STOPPED)
 
     def unload(self, drain_s: float, busy: Callable[[], bool]) -> None:
         """Begin to stop the engine once its requests have ended, until `load`."""
         self._begin(UNLOAD, drain_s, busy)
         self._now(EngineState.UNLOADING)
+
+    def take_back(self) -> None:
+        """Let the engine run on though `unload` was called, or start it again where it has stopped."""
+        self.operate(Act.START, 0, lambda: False)
 
     def give_up(self) -> None:
         """Leave the engine down until an operator starts it."""
@@ -332,22 +350,18 @@ class Supervisor:
     def memory_bytes(self) -> int | None:
         return self.engine.memory_bytes
 
-    def _begin(
-        self, act: str, drain_s: float, busy: Callable[[], bool], within_s: float | None = None
-    ) -> asyncio.Task[None]:
+    def _begin(self, act: str, drain_s: float, busy: Callable[[], bool]) -> asyncio.Task[None]:
         if self._working is not None:
             self._working.cancel()
             self._past.add(self._working)
         self._act = act
         # In a context of its own: what the engine does from now on is not this request's, nor in the log.
         self._working = asyncio.create_task(
-            self._operate(act, drain_s, busy, within_s), name=f"{act}-{self.engine.name}", context=Context()
+            self._operate(act, drain_s, busy), name=f"{act}-{self.engine.name}", context=Context()
         )
         return self._working
 
-    async def _operate(
-        self, act: str, drain_s: float, busy: Callable[[], bool], within_s: float | None
-    ) -> None:
+    async def _operate(self, act: str, drain_s: float, busy: Callable[[], bool]) -> None:
         past = set(self._past)  # without this act, which another one may put there
         await _ended(past)
         self._past -= past
@@ -365,11 +379,12 @@ class Supervisor:
             if self.engine.state not in RUNNING:
                 self._now(EngineState.STARTING)
                 await self._stop()  # what is left of one that failed
-                await self.start(within_s=within_s)
+                await self.start()
         except Exception as error:  # noqa: BLE001  # the border of a background task: the engine stays down
             cause = error.message if isinstance(error, BatonError) else None
-            self._log.error("operator_act_failed", act=act, cause=cause, exc_info=None if cause else error)
-            self._now(EngineState.UNLOADED if act == LOAD else EngineState.FAILED)
+            event = "engine_load_failed" if act == LOAD else "operator_act_failed"
+            self._log.error(event, act=act, cause=cause, exc_info=None if cause else error)
+            self._now(EngineState.FAILED if self._within_s is None else EngineState.UNLOADED)
             return
         self.given_up = False
         self._restarts.clear()
@@ -400,13 +415,8 @@ class Supervisor:
             self._past.add(work)
         await _ended(set(self._past))
 
-    async def start(
-        self, report: Callable[[str], None] = lambda _phase: None, within_s: float | None = None
-    ) -> None:
+    async def start(self, report: Callable[[str], None] = lambda _phase: None) -> None:
         """Start the engine, once it is its turn.
-
-        Args:
-            within_s: seconds that it may take; None: any.
 
         Raises:
             StartError: the engine cannot run, or was not ready in time.
@@ -414,12 +424,12 @@ class Supervisor:
         async with self._turn:
             began = self._clock()
             try:
-                async with asyncio.timeout(within_s):
+                async with asyncio.timeout(self._within_s):
                     await self.engine.start(report)
             except TimeoutError:
                 await self._stop()
                 raise StartError(
-                    f"The engine '{self.engine.name}' was not ready within {within_s:g} s "
+                    f"The engine '{self.engine.name}' was not ready within {self._within_s:g} s "
                     "(setting on_demand.start_s)."
                 ) from None
         self._start_s, self._started_at = max(self._clock() - began, 1e-3), time.time()
@@ -589,7 +599,7 @@ class Fleet:
         self.on_demand.bind(self._supervisors, self.metrics.on_demand)
         for name, supervisor in self._supervisors.items():
             if name in self.on_demand:
-                supervisor.on_demand()
+                supervisor.on_demand(self.on_demand.start_s)
         self._take_names(settings)
 
     def _supervised(self, engine: Engine) -> Supervisor:
@@ -646,6 +656,7 @@ class Fleet:
         for each in settings:
             supervisor = self._supervisors[each.name]
             comes = each.name in self.on_demand
+            supervisor.start_within(self.on_demand.start_s if comes else None)
             if each.name not in before:
                 self._launch(each.name, supervisor)
             elif each.name in new:
@@ -673,7 +684,7 @@ class Fleet:
             self._leaving[name][1].add_done_callback(lambda _: self._launch(name, supervisor))
         elif self._supervisors.get(name) is supervisor:  # it was not removed meanwhile
             if name in self.on_demand:
-                supervisor.on_demand()
+                supervisor.on_demand(self.on_demand.start_s)
             else:
                 supervisor.launch()
 
@@ -831,8 +842,11 @@ class Fleet:
         if name in self.on_demand:
             if act is Act.STOP:
                 self.on_demand.forget(name)
-            elif supervisor.state in NO_PROCESS:
-                supervisor.on_demand()
+            if supervisor.state in NO_PROCESS and act is Act.STOP:
+                supervisor.stopped()
+                return supervisor
+            if supervisor.state in NO_PROCESS:
+                supervisor.on_demand(self.on_demand.start_s)
                 self.on_demand.want(name)
                 return supervisor
         supervisor.operate(act, drain_s, busy)

@@ -96,12 +96,16 @@ class Served(Protocol):
     @property
     def memory_bytes(self) -> int | None: ...
 
-    def load(self, within_s: float) -> None:
+    def load(self) -> None:
         """Begin to start it; its state is `starting` from now on."""
         ...
 
     def unload(self, drain_s: float, busy: Callable[[], bool]) -> None:
         """Begin to stop it once its requests have ended; its state is `unloading` from now on."""
+        ...
+
+    def take_back(self) -> None:
+        """Let it run on though `unload` was called, or start it again where it has stopped."""
         ...
 
     def give_up(self) -> None:
@@ -123,6 +127,7 @@ class Resident:
         used_at: when a request last began or ended to use it.
         ready_at: when it last became ready.
         began_at: when its start began.
+        leaves_for: the model that it makes room for; None: it makes none.
         failures: when starts failed lately.
         retry_at: when the next start may begin.
     """
@@ -172,6 +177,9 @@ class OnDemand:
         terms: those of each engine that runs here, by its name.
         budget: bytes that all of them may take, by place.
         clock: seconds on a monotonic clock.
+
+    Attributes:
+        start_s: seconds that one start may take.
     """
 
     def __init__(
@@ -183,6 +191,7 @@ class OnDemand:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
+        self.start_s = settings.start_s
         self._supervision = supervision
         self._terms = terms
         self._budget = dict(budget)
@@ -531,7 +540,9 @@ class OnDemand:
             if not resident.waiting and not resident.wanted:
                 self._over(resident)
             elif state in (EngineState.UNLOADING, EngineState.STOPPING):
-                return  # it is told when that has ended
+                if state is EngineState.UNLOADING and resident.leaves_for not in (None, *self._turns):
+                    resident.served.take_back()  # nobody waits any more for its room
+                return  # a change of its state is told
             elif state is not EngineState.UNLOADED:
                 self._over(resident, None if state in (EngineState.READY, EngineState.STARTING) else _refuse)
             elif resident.retry_at > now or self._never_fits(resident):
@@ -567,7 +578,7 @@ class OnDemand:
         resident.wanted, resident.began_at = False, self._clock()
         resident.served.note = None
         log.info("engine_loading", engine=resident.name, memory=sum(resident.need.values()))
-        resident.served.load(self._settings.start_s)
+        resident.served.load()
         resident.seen = EngineState.STARTING
 
     def _note(self, resident: Resident) -> None:
@@ -595,7 +606,7 @@ class OnDemand:
         resident.ready_at = resident.used_at = now
         resident.measured_at = -math.inf
         resident.failures.clear()
-        resident.wanted, resident.served.note = False, None
+        resident.wanted, resident.served.note, resident.leaves_for = False, None, None
         if loaded:
             self._metrics.loads.labels(resident.name, "ready").inc()
         for waiter in list(resident.waiting):

@@ -43,7 +43,7 @@ from baton.http.request import (
     state_of,
 )
 from baton.http.request_images import take_images
-from baton.http.sse import ClientWatch, EventStream, event_stream, later_events
+from baton.http.sse import ClientWatch, EventStream, event_stream, give_up, later_events
 from baton.relay.asked import HEADER, HINTS, OPERATIONS, apply_header
 from baton.relay.door import complete_with_images
 
@@ -231,8 +231,7 @@ async def _kept_alive(gateway: Gateway, work: Coroutine[Any, Any, Response]) -> 
         if answering.done():
             return answering.result()
     except BaseException:
-        answering.cancel()
-        await asyncio.gather(answering, return_exceptions=True)
+        await give_up(answering)
         raise
     return await event_stream(later_events(answering), gateway.metrics, {}, keep_alive_s=seconds, begun=True)
 

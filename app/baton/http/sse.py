@@ -59,8 +59,15 @@ async def later_events(answering: asyncio.Future[Response]) -> AsyncIterator[str
         async for event in response.events():
             yield event
     finally:
-        answering.cancel()
-        await asyncio.gather(answering, return_exceptions=True)
+        await give_up(answering)
+
+
+async def give_up(answering: asyncio.Future[Response]) -> None:
+    """End the work on a response that will not be sent, also where it has been made meanwhile."""
+    answering.cancel()
+    (made,) = await asyncio.gather(answering, return_exceptions=True)
+    if isinstance(made, EventStream):
+        await made.close()
 
 
 async def _first_of(events: AsyncIterator[str]) -> str:
@@ -147,13 +154,14 @@ class EventStream(Response):
         self.init_headers(HEADERS | dict(headers))
 
     async def events(self) -> AsyncIterator[str]:
-        """Yield the events for another response, in the place of this one."""
-        try:
-            yield await self._first
-            async for event in self._rest:
-                yield event
-        finally:
-            await _end(self._first, self._rest)
+        """Yield the events for another response, in the place of this one; `close` it afterwards."""
+        yield await self._first
+        async for event in self._rest:
+            yield event
+
+    async def close(self) -> None:
+        """Cancel the work that makes the events."""
+        await _end(self._first, self._rest)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watch = self.watch or ClientWatch(receive)

@@ -600,5 +600,5 @@ def _end_requests(client: AsyncLLM) -> None:
 
 
 def _first_words(error: Exception) -> str:
-    text = scrub(str(error)).replace("\n", " ")
+    text = scrub(str(error)).replace("\n", " ") if str(error) else ""
     return text[:600] or type(error).__name__
