@@ -21,7 +21,6 @@ WITH_USAGE = {"stream": True, "stream_options": {"include_usage": True}}
 TEXT: dict[str, Any] = {"prompt": "The capital of France is", "max_tokens": 6, "temperature": 1.0, "seed": 3}
 ASKS = [{"role": "user", "content": "Name a city."}]
 CHAT: dict[str, Any] = {"messages": ASKS, "max_tokens": 6}
-TOOL = {"type": "function", "function": {"name": "go", "parameters": {"type": "object"}}}
 SCHEMA = {
     "type": "object",
     "properties": {"n": {"enum": [1]}},
@@ -51,7 +50,6 @@ ASKED: tuple[tuple[str, dict[str, Any]], ...] = (
     (CHATS, CHAT | {"n": 2}),
     (CHATS, CHAT | {"n": 2} | WITH_USAGE),
     (CHATS, CHAT | {"response_format": FORMAT, "max_tokens": 30}),
-    (CHATS, CHAT | {"tools": [TOOL]}),
     (CHATS, CHAT | {"use_beam_search": True, "n": 2}),
     (CHATS, CHAT | {"handoff": {"save": True}} | WITH_USAGE),
     ("/v1/responses", {"input": "Name a city.", "max_output_tokens": 6}),

@@ -238,7 +238,7 @@ def test_a_file_with_an_error_changes_nothing_and_says_where_as_the_start_does(f
         assert changes(reload(gateway)) == {}
 
 
-@pytest.mark.fault("G15")
+@pytest.mark.fault("G14")
 def test_what_cannot_change_while_the_gateway_runs_is_named_and_the_rest_changes(file: File) -> None:
     with running(file) as gateway:
         file.write(

@@ -138,7 +138,7 @@ REFUSALS = {
 }
 OPERATOR = {"403": "The key is no operator's, or a web page of another site sent the request."}
 FOREIGN_PAGE = {
-    "403": "The key may not use the model, or there are no keys and a web page of another site sent the request."
+    "403": "The key may not use the model, or there are no keys and a web page of another site sent it."
 }
 NO_RELOAD = "This gateway cannot read its settings again."
 OTHERS = "The key is no operator's, and asks for another tenant."
