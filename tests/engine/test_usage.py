@@ -40,6 +40,7 @@ ASKED: tuple[tuple[str, dict[str, Any]], ...] = (
     (COMPLETIONS, TEXT | {"echo": True, "n": 2} | WITH_USAGE),
     (COMPLETIONS, TEXT | {"echo": True, "max_tokens": 0}),
     (COMPLETIONS, TEXT | {"echo": True, "max_tokens": 0, "logprobs": 1}),
+    (COMPLETIONS, TEXT | {"echo": True, "max_tokens": 0} | WITH_USAGE),
     (COMPLETIONS, TEXT | {"stop": [" ", "e"], "max_tokens": 40}),
     (COMPLETIONS, TEXT | {"stop": [" ", "e"], "max_tokens": 40} | WITH_USAGE),
     (COMPLETIONS, TEXT | {"logprobs": 2, "prompt_logprobs": 1}),

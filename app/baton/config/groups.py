@@ -648,8 +648,8 @@ class UsageSettings(Frozen):
         400,
         ge=0,
         le=36500,
-        description="Days for which usage is kept, at least 31 where keys have budgets by month. 0: none is "
-        "counted, and keys with budgets are refused.",
+        description="Days with usage that are kept, the last ones; at least 31 where keys have budgets by "
+        "month. 0: none is counted, and keys with budgets are refused.",
     )
 
 

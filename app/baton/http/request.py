@@ -109,6 +109,10 @@ class RequestState:
         """The id of its key; empty: there are no keys."""
         return self.key.id if self.key is not None else ""
 
+    def uncounted(self) -> int:
+        """Return the tokens that it has used and that are not counted yet."""
+        return self.context.prompt_tokens + self.context.generated_tokens - sum(self.counted)
+
     def count(self, usage: Usage, *, requests: int = 0) -> None:
         """Count the tokens since the last count as its model's."""
         prompt, generated = self.context.prompt_tokens, self.context.generated_tokens
@@ -258,7 +262,7 @@ def pick(request: Request, model: object, *, pools: bool = False) -> Engine:
     gateway, state = gateway_of(request), state_of(request.scope)
     engine = gateway.fleet.pick(model, pools=pools)
     require_allowed(request, engine)
-    gateway.usage.begin(state.key, state.context)
+    gateway.usage.begin(state.key, state.context.request_id, state.uncounted)
     state.model, state.used = engine.name, True
     return engine
 
