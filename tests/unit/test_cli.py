@@ -45,7 +45,7 @@ def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Settings]:
     monkeypatch.setitem(sys.modules, "baton.engines.vllm.flags", launch)
 
     def run(settings: Settings, reread: Callable[[], Settings]) -> None:
-        assert reread() == settings, "what is read again is what was read"
+        assert reread().model_dump() == settings.model_dump(), "what is read again is what was read"
         taken.append(settings)
 
     monkeypatch.setattr("baton.serve.serve", run)

@@ -340,7 +340,7 @@ class Call:
                     self.cut |= completion.finish_reason != "stop" or isinstance(completion.stop_reason, str)
 
     def count(self, prompt: int, generated: int) -> None:
-        """Set the tokens of this call: by its outputs or, as for beam search, by what the whole answer says."""
+        """Set the tokens of this call: by its outputs or, as for beam search, by what the answer says."""
         self.context.prompt_tokens += prompt - self.counted[0]
         self.context.generated_tokens += generated - self.counted[1]
         self.counted = prompt, generated
