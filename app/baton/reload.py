@@ -96,6 +96,8 @@ class Reloads:
         built = await self._built(
             wanted, [name for name, what in engines.items() if what in ("added", "changed")]
         )
+        if self._gateway.drain.begun:
+            raise SettingsError("The gateway ends.")
         keys = self._keyring.refresh() if self._keyring is not None else []
         self._apply(wanted, built)
         changed: list[dict[str, Any]] = [

@@ -479,7 +479,8 @@ class Fleet:
         self._turn = asyncio.Semaphore(at_once)
         self.events = Events(self.metrics.events)
         self._supervisors = {engine.name: self._supervised(engine) for engine in engines}
-        self._leaving: dict[str, tuple[Supervisor, asyncio.Task[None]]] = {}
+        self._leaving: dict[Supervisor, asyncio.Task[None]] = {}
+        self._ends = False
         self._take_names()
         self._loading: set[str] = set()  # names of adapters
         self._shared_registries = shared_registries
@@ -537,22 +538,27 @@ class Fleet:
                 engine.rename(each.aliases, default=each.default)
         for name, supervisor in before.items():
             ended = supervisor.retire(drain_s, partial(busy, supervisor))
-            left = asyncio.create_task(self._left(name, ended, gone), name=f"remove-{name}")
-            self._leaving[name] = supervisor, left
+            left = self._left(name, supervisor, ended, gone)
+            self._leaving[supervisor] = asyncio.create_task(left, name=f"remove-{name}")
         self._take_names()
 
     def _launch(self, name: str, supervisor: Supervisor) -> None:
-        """Start an engine that was added, after one of its name that has not ended yet."""
-        if name in self._leaving:
-            self._leaving[name][1].add_done_callback(lambda _: self._launch(name, supervisor))
-        elif self._supervisors.get(name) is supervisor:  # it was not removed meanwhile
+        """Start an engine that was added, after those of its name that have not ended yet."""
+        if former := self._leaving_as(name):
+            former[0].add_done_callback(lambda _: self._launch(name, supervisor))
+        elif self._supervisors.get(name) is supervisor and not self._ends:  # it was not removed meanwhile
             supervisor.launch()
 
-    async def _left(self, name: str, ended: asyncio.Task[None], gone: Callable[[str], None]) -> None:
+    def _leaving_as(self, name: str) -> list[asyncio.Task[None]]:
+        return [left for supervisor, left in self._leaving.items() if supervisor.engine.name == name]
+
+    async def _left(
+        self, name: str, supervisor: Supervisor, ended: asyncio.Task[None], gone: Callable[[str], None]
+    ) -> None:
         """Forget an engine that was removed, once it has ended."""
         await asyncio.wait([ended])
-        del self._leaving[name]
-        if name not in self._supervisors:
+        del self._leaving[supervisor]
+        if name not in self._supervisors and not self._leaving_as(name):
             self.metrics.engines.forget(name)
             gone(name)
 
@@ -670,12 +676,13 @@ class Fleet:
 
     async def stop(self) -> None:
         """End the supervision, then stop every engine."""
+        self._ends = True
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
-        supervisors = [*self._supervisors.values(), *(each for each, _ in self._leaving.values())]
+        supervisors = [*self._supervisors.values(), *self._leaving]
         await asyncio.gather(*(supervisor.close() for supervisor in supervisors))
-        await asyncio.gather(*(left for _, left in self._leaving.values()))
+        await asyncio.gather(*self._leaving.values())
         await asyncio.gather(*(supervisor.engine.stop() for supervisor in supervisors))
 
     def pick(self, model: object, *, pools: bool = False) -> Engine:
