@@ -358,6 +358,18 @@ def test_a_file_that_cannot_be_written_costs_no_request_and_no_count(tmp_path: P
         assert metric(gateway, "baton_usage_unwritten") == 0
 
 
+def test_where_the_usual_place_cannot_be_written_the_gateway_runs_and_counts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "state").write_text("no folder, as on a read-only root")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    with run_fake(FakeEngine("a"), usage={}) as gateway, gateway.client() as client:
+        assert (
+            client.post("/v1/completions", json=BODIES["/v1/completions"] | {"model": "a"}).status_code == 200
+        )
+        assert "usage.file" in client.get("/v1/usage").json()["error"]["message"]
+
+
 def test_a_file_that_is_none_ends_the_start(tmp_path: Path) -> None:
     from baton.errors import SettingsError
 

@@ -27,6 +27,7 @@ import structlog
 
 from baton.admission.api_keys import StoredKey
 from baton.admission.fair_threads import in_own_thread
+from baton.config.settings import Settings
 from baton.errors import BudgetSpent, SettingsError, UsageUnavailable
 from baton.telemetry.metrics import UsageMetrics
 
@@ -55,6 +56,7 @@ INSERT INTO usage VALUES (?, ?, ?, ?, ?, ?, ?, ?)
     completion_tokens = completion_tokens + excluded.completion_tokens
 """
 COUNTED = ("requests", "failed", "prompt_tokens", "completion_tokens")
+HOW_TO_COUNT = "let usage.file name a file that it can write, and usage.keep_days be above 0"
 GROUPS = ("day", "tenant", "key", "model")
 """By what usage may be told apart."""
 log = structlog.get_logger("baton.usage")
@@ -179,16 +181,22 @@ class UsageFile:
             return [dict(zip(columns, row, strict=True)) for row in cursor]
 
 
-def open_usage(path: Path) -> UsageFile:
-    """Open the file of a gateway.
+def open_usage(settings: Settings) -> UsageFile | None:
+    """Open the file of a gateway; None: none is counted, or the settings name no file and there can be none.
 
     Raises:
         SettingsError: it cannot be used.
     """
+    if not settings.usage.keep_days:
+        return None
+    path = settings.usage_file
     try:
         return UsageFile(path)
     except (OSError, sqlite3.Error) as error:
         reason = error.strerror if isinstance(error, OSError) else error
+        if settings.usage.file is None and isinstance(error, OSError):  # as where the root is read-only
+            log.warning("usage_not_counted", file=str(path), reason=reason, setting="usage.file")
+            return None
         raise SettingsError(f"usage.file: {path}: {reason}; move it away, or name another file") from None
 
 
@@ -281,7 +289,7 @@ class Usage:
             return
         if self._file is None:
             raise BudgetSpent(
-                "This key has a budget of tokens, and the gateway counts none (setting usage.keep_days = 0).",
+                f"This key has a budget of tokens, and the gateway counts none: {HOW_TO_COUNT}.",
                 retry_after_s=3600,
             )
         self._budgeted.add(key.id)

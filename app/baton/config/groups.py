@@ -642,7 +642,8 @@ class UsageSettings(Frozen):
     file: Path | None = Field(
         None,
         description="SQLite file of the usage, on this machine; gateways that share it count together. "
-        "Unset: `~/.local/state/baton/usage.sqlite`.",
+        "Unset: `~/.local/state/baton/usage.sqlite`, and where that cannot be written none is counted, which "
+        "is logged.",
     )
     keep_days: int = Field(
         400,
