@@ -21,6 +21,7 @@ from support.raw_requests import metric, wait_for
 from support.sample_plugins import Current, plugin
 
 from baton.admission.api_keys import create_key, read_keys
+from baton.engines.adapters import Adapter
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
 from baton.errors import GenerationFailed
 
@@ -469,6 +470,26 @@ def test_a_key_uses_the_models_that_it_names_and_no_others(tmp_path: Path) -> No
         listed = {card["id"] for card in client.get("/v1/models").json()["data"]}
         assert listed == {"a", "c", "nick", "small-1"}
         assert all(not gateway.engine(name).bodies for name in ("b", "e"))
+
+
+@pytest.mark.fault("G22")
+def test_a_key_for_an_adapter_is_none_for_its_engine_nor_the_other_way_round(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    adapted, plain = (create_key(file, "acme", models=(name,)) for name in ("tuned", "a"))
+    engine = FakeEngine("a")
+    engine.adapters["tuned"] = Adapter("tuned", tmp_path, "0" * 64, 8)
+    body = BODIES["/v1/completions"]
+    with counting(tmp_path, engine, auth={"keys_file": file}) as gateway:
+        for key, own, other in ((adapted, "tuned", "a"), (plain, "a", "tuned")):
+            with gateway.client(headers=bearer(key)) as client:
+                assert client.post("/v1/completions", json=body | {"model": own}).status_code == 200
+                assert client.post("/v1/completions", json=body | {"model": other}).status_code == 403
+                assert [card["id"] for card in client.get("/v1/models").json()["data"]] == [own]
+                statuses = [client.get(f"/v1/models/{name}").status_code for name in (own, other)]
+                assert statuses == [200, 403]
+                assert [
+                    row["model"] for row in shown(client, key=read_keys(file)[key == plain].id)["data"]
+                ] == [own]
 
 
 @pytest.mark.fault("G22")

@@ -14,8 +14,8 @@ from fastapi.responses import FileResponse, JSONResponse, RedirectResponse
 from baton import __version__
 from baton.engines.engine import Engine
 from baton.engines.installed_plugins import installed_plugins, running_platform
-from baton.errors import InvalidRequest, ModelNotFound, NotFound
-from baton.http.request import Gateway, context_of, gateway_of, in_a_thread, require_allowed, state_of
+from baton.errors import InvalidRequest, ModelNotAllowed, ModelNotFound, NotFound
+from baton.http.request import Gateway, context_of, gateway_of, in_a_thread, state_of
 
 # Report health and version. These are the only routes that need no API key.
 
@@ -134,10 +134,12 @@ async def list_models(
     With the header `anthropic-version` the answer has Anthropic's shape, and only the models that generate;
     the parameters are of that shape.
     """
-    engines = [engine for engine in gateway_of(request).fleet.engines if _may_use(request, engine)]
+    engines = gateway_of(request).fleet.engines
     if not _of_anthropic(request):
-        return {"object": "list", "data": [card for engine in engines for card in engine.cards()]}
-    cards = [_as_anthropic(card) for engine in engines if engine.generates for card in engine.cards()]
+        return {"object": "list", "data": [card for engine in engines for card in _cards(request, engine)]}
+    cards = [
+        _as_anthropic(card) for engine in engines if engine.generates for card in _cards(request, engine)
+    ]
     ids = [card["id"] for card in cards]
     for name, given in (("after_id", after_id), ("before_id", before_id)):
         if given is not None and given not in ids:
@@ -159,8 +161,8 @@ async def retrieve_model(request: Request, model: str) -> dict[str, Any]:
     fleet = gateway_of(request).fleet
     cards = {card["id"]: card for engine in fleet.engines for card in engine.cards()}
     engine = fleet.named(model)
-    if engine is not None:
-        require_allowed(request, engine)
+    if engine is not None and not _may_use(request, engine, model):
+        raise ModelNotAllowed(param="model")
     card = cards.get(model) or cards.get(engine.name if engine is not None else "")
     if card is None:
         raise ModelNotFound.among(model, fleet.served)
@@ -168,10 +170,16 @@ async def retrieve_model(request: Request, model: str) -> dict[str, Any]:
     return _as_anthropic(card) if _of_anthropic(request) else card
 
 
-def _may_use(request: Request, engine: Engine) -> bool:
-    """Return whether the key of a request may use one of an engine's models."""
+def _cards(request: Request, engine: Engine) -> list[dict[str, Any]]:
+    """Return the cards of those of an engine's models that the key of a request may use."""
+    return [card for card in engine.cards() if _may_use(request, engine, str(card["id"]))]
+
+
+def _may_use(request: Request, engine: Engine, model: str) -> bool:
+    """Return whether the key of a request may use an engine, or the adapter of this name on it."""
     key = state_of(request.scope).key
-    return key is None or key.may_use(engine.name, *engine.aliases, *engine.adapters)
+    names = (model,) if model in engine.adapters else (engine.name, *engine.aliases)
+    return key is None or key.may_use(*names)
 
 
 def _of_anthropic(request: Request) -> bool:
