@@ -65,6 +65,7 @@ FROM base AS gateway
 ENV PATH=/opt/baton/bin:$PATH \
     XDG_CONFIG_HOME=/etc \
     XDG_CACHE_HOME=/tmp/cache \
+    XDG_STATE_HOME=/tmp/state \
     BATON_HOST=0.0.0.0 \
     BATON_METRICS__HOST=0.0.0.0 \
     BATON_MODELS_DIR=/opt/models

@@ -346,8 +346,8 @@ def show_budgets(config: ConfigOption = None) -> None:
     settings = load_settings(config)
     now = datetime.datetime.now(datetime.UTC)
     spent: dict[str, Counter[str]] = {}
-    if settings.usage_file.exists():
-        with contextlib.closing(open_usage(settings.usage_file)) as file:
+    if settings.usage_file.exists() and (file := open_usage(settings)) is not None:
+        with contextlib.closing(file):
             spent = dict(file.spent(now.strftime("%Y-%m")))
     table = Table("id", "tenant", "today", "of", "this month", "of")
     keys = {

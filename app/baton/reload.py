@@ -99,6 +99,8 @@ class Reloads:
             wanted, [name for name, what in engines.items() if what in ("added", "changed")]
         )
         on_demand = await in_own_thread(self._gateway.fleet.budget, wanted) if engines else None
+        if self._gateway.drain.begun:
+            raise SettingsError("The gateway ends.")
         keys = self._keyring.refresh() if self._keyring is not None else []
         self._apply(wanted, built, on_demand)
         changed: list[dict[str, Any]] = [

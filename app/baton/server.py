@@ -245,11 +245,7 @@ def _build_gateway(settings: Settings, fleet: Fleet, keyring: Keyring | None) ->
         ),
         bodies,
         TrialCompiler(settings.limits, metrics.queues),
-        Usage(
-            open_usage(settings.usage_file) if settings.usage.keep_days else None,
-            metrics.usage,
-            keep_days=settings.usage.keep_days,
-        ),
+        Usage(open_usage(settings), metrics.usage, keep_days=settings.usage.keep_days),
         AuditLog(settings.auth.audit_file, metrics.usage.unaudited.inc),
         SceneJobs(settings.scenes, settings.scenes_folder, metrics.queues),
     )

@@ -238,7 +238,7 @@ def test_a_file_with_an_error_changes_nothing_and_says_where_as_the_start_does(f
         assert changes(reload(gateway)) == {}
 
 
-@pytest.mark.fault("G15")
+@pytest.mark.fault("G14")
 def test_what_cannot_change_while_the_gateway_runs_is_named_and_the_rest_changes(file: File) -> None:
     with running(file) as gateway:
         file.write(
@@ -368,17 +368,33 @@ def test_an_engine_that_comes_back_while_it_leaves_starts_once_the_former_has_en
         former = gateway.engine("b")
         with client.stream("POST", "/v1/completions", json=TEXT | {"model": "b", "stream": True}) as stream:
             wait_for(lambda: former.active, "it does not run")
-            text = file.path.read_text()
-            file.write(TWO.partition('[[engines]]\nname = "b"')[0])
-            assert changes(reload(gateway)) == {"engines.b": "removed"}
-            file.write(TWO)
-            assert changes(reload(gateway)) == {"engines.b": "added"}
+            for _ in range(2):  # and once more, before the first one has ended
+                file.write(TWO.partition('[[engines]]\nname = "b"')[0])
+                assert changes(reload(gateway)) == {"engines.b": "removed"}
+                file.write(TWO)
+                assert changes(reload(gateway)) == {"engines.b": "added"}
             assert (gateway.engine("b").starts, ask(gateway, "b")) == (0, 503)
             file.held.release()
             assert stream.read().endswith(b"data: [DONE]\n\n")
         wait_for(lambda: ask(gateway, "b") == 200, "it did not come back")
         assert former.state.value == "stopped"
-        assert text != TWO
+
+
+@pytest.mark.fault("G16")
+def test_a_gateway_ends_while_engines_leave_and_wait_for_one_that_leaves(file: File) -> None:
+    """Nothing starts after its end, and nothing that was there is left running."""
+    file.write(TWO.replace('"two"', '"slow"'))
+    with running(file, drain_timeout_s=0) as gateway, gateway.client() as client:
+        former = gateway.engine("b")
+        with client.stream("POST", "/v1/completions", json=TEXT | {"model": "b", "stream": True}):
+            wait_for(lambda: former.active, "it does not run")
+            file.write(TWO.partition('[[engines]]\nname = "b"')[0] + "\n")
+            file.write("drain_timeout_s = 3600\n" + file.path.read_text())
+            assert "engines.b" in changes(reload(gateway))
+            file.write("drain_timeout_s = 0\n" + TWO)
+            assert changes(reload(gateway))["engines.b"] == "added"
+            waiting = gateway.engine("b")
+    assert (former.state.value, waiting.starts) == ("stopped", 0)
 
 
 @pytest.mark.fault("G16")

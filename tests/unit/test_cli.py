@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from collections import Counter
+from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 from baton import cli
+from baton.admission.api_keys import Keyring, read_keys
+from baton.admission.usage import Row, UsageFile
 from baton.config.groups import EngineSettings
 from baton.config.settings import Settings
 from baton.errors import SettingsError
@@ -37,7 +43,12 @@ def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Settings]:
         help_text=lambda word: f"[{word}]",
     )
     monkeypatch.setitem(sys.modules, "baton.engines.vllm.flags", launch)
-    monkeypatch.setattr("baton.serve.serve", taken.append)
+
+    def run(settings: Settings, reread: Callable[[], Settings]) -> None:
+        assert reread().model_dump() == settings.model_dump(), "what is read again is what was read"
+        taken.append(settings)
+
+    monkeypatch.setattr("baton.serve.serve", run)
     return taken
 
 
@@ -168,3 +179,59 @@ def test_flags_without_what_they_need_are_refused(
     with pytest.raises(SettingsError, match=reason):
         CliRunner().invoke(cli.app, ["serve", *line], catch_exceptions=False)
     assert served == []
+
+
+@pytest.fixture
+def keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., str]:
+    """Runs `baton keys` with files of the test's own; returns what it printed."""
+    for name, file in (("AUTH__KEYS_FILE", "keys"), ("AUTH__AUDIT_FILE", "audit"), ("USAGE__FILE", "usage")):
+        monkeypatch.setenv(f"BATON_{name}", str(tmp_path / file))
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: str) -> str:
+        return CliRunner().invoke(cli.app, ["keys", *words], catch_exceptions=False).stdout
+
+    return run
+
+
+def test_keys_are_made_shown_rotated_and_revoked_and_each_is_a_line_of_the_audit_log(
+    keys: Callable[..., str], tmp_path: Path
+) -> None:
+    key = keys("create", "acme", "--model", "a", "--model", "b-*", "--expires", "30d", "--share", "3").strip()
+    found = Keyring(read_keys(tmp_path / "keys")).find(key)
+    assert found is not None
+    assert (found.models, found.share, found.operator) == (("a", "b-*"), 3, False)
+    listed = keys("list")
+    assert all(word in listed for word in (found.id, "acme", "a, b-*", "3"))
+    rotated = keys("rotate", found.id, "--keep", "1h").strip()
+    keyring = Keyring(read_keys(tmp_path / "keys"))
+    assert (keyring.find(key) is not None, keyring.find(rotated) is not None) == (True, True)
+    keys("revoke", found.id)
+    assert read_keys(tmp_path / "keys") == []
+    lines = [json.loads(line) for line in (tmp_path / "audit").read_text().splitlines()]
+    assert [(line["act"], line["what"], line["tenant"]) for line in lines] == [
+        (f"key.{act}", found.id, "acme") for act in ("create", "rotate", "revoke")
+    ]
+    assert not any(secret in (tmp_path / "audit").read_text() for secret in (key, rotated))
+
+
+def test_budgets_show_what_is_used_of_them(keys: Callable[..., str], tmp_path: Path) -> None:
+    keys("create", "acme", "--day-tokens", "1000", "--month-tokens", "90000")
+    keys("create", "globex", "--month-tokens", "5")
+    keys("create", "initech")
+    ids = [key.id for key in read_keys(tmp_path / "keys")]
+    assert "1000" in keys("budgets"), "before any request there is no file"
+    file, today = UsageFile(tmp_path / "usage"), datetime.now(UTC).date().isoformat()
+    counts = Counter(requests=1, failed=0, prompt_tokens=400, completion_tokens=21)
+    file.add({Row(today, "acme", ids[0], "a"): counts})
+    file.close()
+    rows = [
+        [cell.strip() for cell in line.split("│")[1:-1]]
+        for line in keys("budgets").splitlines()
+        if "│" in line
+    ]
+    assert rows == [
+        [ids[0], "acme", "421", "1000", "421", "90000"],
+        [ids[1], "globex", "0", "no limit", "0", "5"],
+    ]

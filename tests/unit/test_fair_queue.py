@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 import time
 from collections import Counter
@@ -251,3 +252,104 @@ async def test_work_that_fails_gives_its_thread_back_and_says_why() -> None:
     with pytest.raises(RuntimeError):
         await threads.run("a", time.monotonic)
     assert queue.running == 0
+
+
+async def shared_out(places: int, shares: dict[str, int], rounds: int = 4000) -> dict[str, int]:
+    """The places that tenants with endless requests of random length hold in the end."""
+    queue = FairQueue(QueueLimits(places), refused, share=lambda tenant: shares[tenant])
+    chance, waiting = random.Random(5), []
+    for _ in range(3 * places):
+        waiting += [asyncio.create_task(queue.enter(tenant), name=tenant) for tenant in shares]
+    await settle()
+    for _ in range(rounds):
+        tenant = chance.choices(list(shares), [queue.held(each) for each in shares])[0]
+        queue.leave(tenant)
+        waiting.append(asyncio.create_task(queue.enter(tenant), name=tenant))
+        await settle()
+    held = {tenant: queue.held(tenant) for tenant in shares}
+    for each in waiting:
+        each.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    return held
+
+
+async def test_places_move_to_the_tenants_shares() -> None:
+    """By shares of 3, 2 and 1, and whoever came first; no place that one tenant alone would have is left free."""
+    held = await shared_out(64, {"one": 1, "three": 3, "two": 2})
+    assert sum(held.values()) >= 64
+    unit = sum(held.values()) / 6
+    print(f"shares of 1, 3 and 2 of {sum(held.values())} places: {held}")
+    assert all(abs(held[name] - unit * share) <= 3 for name, share in (("one", 1), ("three", 3), ("two", 2)))
+
+
+async def test_a_tenant_alone_has_every_place_whatever_its_share() -> None:
+    for share in (1, 100):
+        queue = FairQueue(QueueLimits(16), refused, share=lambda _, share=share: share)
+        entered = [asyncio.create_task(queue.enter("alone")) for _ in range(40)]
+        await settle()
+        assert queue.held("alone") == 16
+        for each in entered:
+            each.cancel()
+        await asyncio.gather(*entered, return_exceptions=True)
+
+
+async def test_one_with_a_large_share_that_leaves_makes_room_at_once() -> None:
+    """What kept the others waiting was its share; nobody waits for a place that is free."""
+    queue = FairQueue(QueueLimits(8), refused, share=lambda tenant: 100 if tenant == "large" else 1)
+    small = [asyncio.create_task(queue.enter("small")) for _ in range(20)]
+    await settle()
+    assert queue.held("small") == 8
+    large = asyncio.create_task(queue.enter("large"))
+    await settle()
+    assert queue.held("large") == 1
+    queue.leave("large")
+    other = asyncio.create_task(queue.enter("other"))
+    await settle()
+    assert (queue.held("small"), queue.held("other"), queue.running) == (8, 1, 9)
+    for each in (*small, large, other):
+        each.cancel()
+    await asyncio.gather(*small, large, other, return_exceptions=True)
+
+
+async def test_other_limits_hold_at_once_and_take_no_place_away() -> None:
+    queue = queue_of(2)
+    held = [asyncio.create_task(queue.enter("a")) for _ in range(6)]
+    await settle()
+    assert (queue.held("a"), queue.waiting) == (2, 4)
+    queue.limit(QueueLimits(5, 10, 60))
+    await settle()
+    assert (queue.held("a"), queue.waiting) == (5, 1)
+    queue.limit(QueueLimits(1, 10, 60))
+    queue.leave("a")
+    await settle()
+    assert (queue.held("a"), queue.waiting) == (4, 1)
+    for _ in range(4):
+        queue.leave("a")
+    await settle()
+    assert (queue.held("a"), queue.waiting) == (1, 0)
+    await asyncio.gather(*held)
+
+
+async def test_a_tenants_orders_are_kept_whoever_gives_up() -> None:
+    """Against a list that is sorted each time."""
+    chance = random.Random(3)
+    queue, served = queue_of(1, waiting=1000), list[int]()
+    await queue.enter("a")
+
+    async def ask(number: int, order: tuple[int, int]) -> None:
+        await queue.enter("a", order=order)
+        served.append(number)
+
+    orders = [(chance.randint(-1, 1), chance.randint(-3, 3)) for _ in range(60)]
+    asked = [asyncio.create_task(ask(number, order)) for number, order in enumerate(orders)]
+    await settle()
+    left = set(chance.sample(range(60), 20))
+    for number in left:
+        asked[number].cancel()
+    await settle()
+    for _ in range(40):
+        queue.leave("a")
+        await settle()
+    assert served == sorted(set(range(60)) - left, key=lambda number: orders[number])
+    assert queue.waiting == 0
+    await asyncio.gather(*asked, return_exceptions=True)

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import base64
 import json
+import signal
 import stat
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -23,6 +25,8 @@ from baton.admission.api_keys import (
     keyring_for,
     read_keys,
     revoke_key,
+    rotate_key,
+    time_of,
 )
 from baton.config.settings import load_settings
 from baton.errors import SettingsError
@@ -250,3 +254,125 @@ def test_a_file_that_every_user_may_write_is_refused(tmp_path: Path, mode: int, 
     else:
         with pytest.raises(SettingsError, match="chmod o-w"):
             read_keys(file)
+
+
+def test_a_key_says_what_it_may_and_a_file_of_before_says_all(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    create_key(file, "acme")
+    create_key(file, "acme", models=("small-*", "b"), day_tokens=5, month_tokens=9, share=3, expires_at=2**33)
+    rows = json.loads(file.read_text())
+    assert set(rows[0]) == {"id", "tenant", "sha256", "created_at"}, "what an earlier version reads"
+    plain, bound = read_keys(file)
+    assert (plain.may_use("x"), bound.may_use("x"), bound.may_use("x", "b"), bound.may_use("small-1")) == (
+        *(True, False, True, True),
+    )
+    assert (plain.day_tokens, plain.expires_at, plain.share, Keyring([plain, bound]).share("acme")) == (
+        None,
+        None,
+        1,
+        3,
+    )
+    assert Keyring([plain]).share("nobody") == 1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"models": ("a b",)},
+        {"day_tokens": 0},
+        {"month_tokens": -1},
+        {"share": 0},
+        {"share": 101},
+        {"expires_at": -1},
+    ],
+)
+def test_an_option_that_cannot_be_makes_no_key_and_names_the_field(
+    tmp_path: Path, wrong: dict[str, Any]
+) -> None:
+    file = tmp_path / "keys.json"
+    with pytest.raises(SettingsError, match=next(iter(wrong))):
+        create_key(file, "acme", **wrong)
+    assert not file.exists()
+
+
+@pytest.mark.fault("G22")
+def test_a_key_ends_at_its_second_and_is_told_apart_from_an_unknown_one(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    now = [1000.0]
+    key = create_key(file, "acme", expires_at=1060)
+    keyring = KeysFile(file, wall=lambda: now[0])
+    assert tenant_of(keyring, key) == "acme"
+    now[0] = 1059.9
+    assert tenant_of(keyring, key) == "acme"
+    now[0] = 1060.0
+    assert (tenant_of(keyring, key), keyring.expired(key), keyring.expired("other")) == (None, True, False)
+
+
+def test_a_rotated_key_keeps_its_id_and_all_that_it_may(tmp_path: Path) -> None:
+    """Its former secret opens for as long as it was kept, but not beyond the key's own end."""
+    file = tmp_path / "keys.json"
+    now = [1000.0]
+    former, other = (
+        create_key(file, "acme", month_tokens=7, models=("a",), expires_at=5000),
+        create_key(file, "b"),
+    )
+    was = read_keys(file)[0]
+    new, stored = rotate_key(file, was.id, keep_s=60, wall=lambda: now[0])
+    keyring = KeysFile(file, wall=lambda: now[0])
+    found = keyring.find(new)
+    assert found == stored
+    assert found is not None
+    assert found.model_dump(exclude={"sha256", "created_at"}) == was.model_dump(
+        exclude={"sha256", "created_at"}
+    )
+    assert (tenant_of(keyring, former), tenant_of(keyring, other)) == ("acme", "b")
+    now[0] = 1060
+    assert (tenant_of(keyring, former), tenant_of(keyring, new)) == (None, "acme")
+    _, later = rotate_key(file, was.id, keep_s=10**6, wall=lambda: now[0])
+    assert {key.expires_at for key in read_keys(file) if key.id == was.id} == {5000}
+    rotate_key(file, was.id, wall=lambda: now[0])
+    assert [key.id for key in read_keys(file)].count(was.id) == 1, "without --keep no former secret opens"
+    assert later.id == was.id
+    revoke_key(file, was.id)
+    assert [key.tenant for key in read_keys(file)] == ["b"]
+    with pytest.raises(SettingsError, match="no key with the id"):
+        rotate_key(file, was.id)
+
+
+TIMES = {
+    "30d": 1000 + 30 * 86400,
+    "12h": 1000 + 12 * 3600,
+    "5m": 1300,
+    "1970-01-02": 86400,
+    "1970-01-01T01:00:00+00:00": 3600,
+}
+
+
+def test_times_are_read_as_they_are_written() -> None:
+    assert {given: time_of(given, lambda: 1000) for given in TIMES} == TIMES
+    for wrong in ("", "d", "tomorrow", "0d", "-1d", "1970-01-01", "9" * 9 + "d", "2030-02-30", "1e3d"):
+        with pytest.raises(SettingsError, match="time"):
+            time_of(wrong, lambda: 1000)
+
+
+@pytest.mark.fault("G15")
+@pytest.mark.parametrize("moment", ["fsync", "replace"])
+def test_a_command_that_is_killed_in_the_middle_leaves_the_file_as_it_was(
+    tmp_path: Path, moment: str
+) -> None:
+    """By SIGKILL, in a process of its own; the next command takes away what it left."""
+    file = tmp_path / "keys.json"
+    key = create_key(file, "acme")
+    before = file.read_bytes()
+    script = (
+        "import os, signal, sys; from pathlib import Path; from baton.admission import api_keys\n"
+        f"os.{moment} = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "api_keys.create_key(Path(sys.argv[1]), 'globex')"
+    )
+    ended = subprocess.run([sys.executable, "-c", script, str(file)], check=False, timeout=60)
+    assert ended.returncode == -signal.SIGKILL
+    assert file.read_bytes() == before
+    assert tenant_of(Keyring(read_keys(file)), key) == "acme"
+    create_key(file, "initech")
+    assert {path.name for path in tmp_path.iterdir()} == {"keys.json", ".keys.json.lock"}
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600

@@ -27,8 +27,8 @@ import structlog
 
 from baton.admission.api_keys import StoredKey
 from baton.admission.fair_threads import in_own_thread
+from baton.config.settings import Settings
 from baton.errors import BudgetSpent, SettingsError, UsageUnavailable
-from baton.telemetry.ids import RequestContext
 from baton.telemetry.metrics import UsageMetrics
 
 BUSY_S = 5.0
@@ -56,6 +56,7 @@ INSERT INTO usage VALUES (?, ?, ?, ?, ?, ?, ?, ?)
     completion_tokens = completion_tokens + excluded.completion_tokens
 """
 COUNTED = ("requests", "failed", "prompt_tokens", "completion_tokens")
+HOW_TO_COUNT = "let usage.file name a file that it can write, and usage.keep_days be above 0"
 GROUPS = ("day", "tenant", "key", "model")
 """By what usage may be told apart."""
 log = structlog.get_logger("baton.usage")
@@ -127,13 +128,20 @@ class UsageFile:
         with self._lock:
             self._database.close()
 
-    def add(self, rows: Mapping[Row, Counter[str]], *, keep_from: str) -> None:
-        """Add counts to rows, all of them or none, and forget days before `keep_from`."""
+    def add(self, rows: Mapping[Row, Counter[str]], *, keep_days: int | None = None) -> None:
+        """Add counts to rows, all of them or none.
+
+        Args:
+            keep_days: the days that have rows are kept up to this number, the last ones; by the clock, one
+                that is far ahead would have all of them forgotten. None: nothing is forgotten now.
+        """
         values = [(*row, *(counts[name] for name in COUNTED)) for row, counts in rows.items()]
         with self._lock, self._database as database:
             database.execute("BEGIN IMMEDIATE")
             database.executemany(ADD, values)
-            database.execute("DELETE FROM usage WHERE day < ?", (keep_from,))
+            if keep_days is not None:
+                days = sorted(day for (day,) in database.execute("SELECT DISTINCT day FROM usage"))
+                database.executemany("DELETE FROM usage WHERE day = ?", zip(days[:-keep_days], strict=True))
 
     def spent(self, month: str, keys: Collection[str] | None = None) -> dict[str, Counter[str]]:
         """Return the tokens of each key, by the days of a month.
@@ -173,16 +181,22 @@ class UsageFile:
             return [dict(zip(columns, row, strict=True)) for row in cursor]
 
 
-def open_usage(path: Path) -> UsageFile:
-    """Open the file of a gateway.
+def open_usage(settings: Settings) -> UsageFile | None:
+    """Open the file of a gateway; None: none is counted, or the settings name no file and there can be none.
 
     Raises:
         SettingsError: it cannot be used.
     """
+    if not settings.usage.keep_days:
+        return None
+    path = settings.usage_file
     try:
         return UsageFile(path)
     except (OSError, sqlite3.Error) as error:
         reason = error.strerror if isinstance(error, OSError) else error
+        if settings.usage.file is None and isinstance(error, OSError):  # as where the root is read-only
+            log.warning("usage_not_counted", file=str(path), reason=reason, setting="usage.file")
+            return None
         raise SettingsError(f"usage.file: {path}: {reason}; move it away, or name another file") from None
 
 
@@ -205,13 +219,14 @@ class Usage:
     ) -> None:
         self._file = file
         self._metrics = metrics
-        self._keep = timedelta(days=keep_days)
+        self._keep_days = keep_days
+        self._forgot_on = ""  # the day on which days were forgotten last
         self._wall = wall
         self._pending: defaultdict[Row, Counter[str]] = defaultdict(Counter)
         self._writing: Mapping[Row, Counter[str]] = {}
         self._known = file.spent(self.today[:7]) if file is not None else {}
         self._fresh: defaultdict[str, Counter[str]] = defaultdict(Counter)  # tokens that are not in `_known`
-        self._running: defaultdict[str, dict[str, RequestContext]] = defaultdict(dict)
+        self._running: defaultdict[str, dict[str, Callable[[], int]]] = defaultdict(dict)
         self._budgeted: set[str] = set()
         self._new = asyncio.Event()
         self._turn = asyncio.Lock()
@@ -259,10 +274,13 @@ class Usage:
         self._fresh[key][day] += prompt + generated
         self._new.set()
 
-    def begin(self, key: StoredKey | None, context: RequestContext) -> None:
+    def begin(self, key: StoredKey | None, request_id: str, uncounted: Callable[[], int]) -> None:
         """Require that a key's budgets are not spent, and watch what its request uses, until `end`.
 
         The tokens of requests under way count; those that run when a budget is spent end as they would.
+
+        Args:
+            uncounted: returns the tokens that the request has used and that are not counted yet.
 
         Raises:
             BudgetSpent: one is spent.
@@ -271,7 +289,7 @@ class Usage:
             return
         if self._file is None:
             raise BudgetSpent(
-                "This key has a budget of tokens, and the gateway counts none (setting usage.keep_days = 0).",
+                f"This key has a budget of tokens, and the gateway counts none: {HOW_TO_COUNT}.",
                 retry_after_s=3600,
             )
         self._budgeted.add(key.id)
@@ -284,12 +302,12 @@ class Usage:
                     retry_after_s=max(1, math.ceil(resets.timestamp() - self._wall())),
                     fields={"budget": budget},
                 )
-        self._running[key.id][context.request_id] = context
+        self._running[key.id][request_id] = uncounted
 
-    def end(self, key: str, context: RequestContext) -> None:
-        """Watch a request no longer; what it used was counted, or is now."""
+    def end(self, key: str, request_id: str) -> None:
+        """Watch a request no longer; what it used was counted."""
         if key in self._running:
-            self._running[key].pop(context.request_id, None)
+            self._running[key].pop(request_id, None)
             if not self._running[key]:
                 del self._running[key]
 
@@ -298,8 +316,7 @@ class Usage:
         now = self._now
         midnight = now.replace(hour=0, minute=0, second=0, microsecond=0)
         next_month = (midnight.replace(day=1) + timedelta(days=32)).replace(day=1)
-        under_way = self._running.get(key.id, {}).values()
-        running = sum(each.prompt_tokens + each.generated_tokens for each in under_way)
+        running = sum(uncounted() for uncounted in self._running.get(key.id, {}).values())
         told = []
         for period, tokens, begins, resets in (
             ("day", key.day_tokens, self.today, midnight + timedelta(days=1)),
@@ -380,9 +397,10 @@ class Usage:
             return
         self._writing, self._pending = self._pending, defaultdict(Counter)
         fresh = {key: days.copy() for key, days in self._fresh.items()}
-        keep_from = (self._now - self._keep).date().isoformat()
+        today = self.today
+        keep_days = self._keep_days if today != self._forgot_on else None
         try:
-            await in_own_thread(self._file.add, self._writing, keep_from=keep_from)
+            await in_own_thread(self._file.add, self._writing, keep_days=keep_days)
         except BaseException as error:
             for row, counts in self._writing.items():
                 self._pending[row].update(counts)
@@ -395,9 +413,9 @@ class Usage:
             self._writing = {}
         if self._failed:
             log.info("usage_written_again")
-        self._failed = False
+        self._failed, self._forgot_on = False, today
         self._settle(fresh)
-        month, keys = self.today[:7], tuple(self._budgeted)
+        month, keys = today[:7], tuple(self._budgeted)
         self._budgeted.clear()
         self._known |= await in_own_thread(self._file.spent, month, keys)  # with what other gateways wrote
 

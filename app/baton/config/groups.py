@@ -765,14 +765,15 @@ class UsageSettings(Frozen):
     file: Path | None = Field(
         None,
         description="SQLite file of the usage, on this machine; gateways that share it count together. "
-        "Unset: `~/.local/state/baton/usage.sqlite`.",
+        "Unset: `~/.local/state/baton/usage.sqlite`, and where that cannot be written none is counted, which "
+        "is logged.",
     )
     keep_days: int = Field(
         400,
         ge=0,
         le=36500,
-        description="Days for which usage is kept, at least 31 where keys have budgets by month. 0: none is "
-        "counted, and keys with budgets are refused.",
+        description="Days with usage that are kept, the last ones; at least 31 where keys have budgets by "
+        "month. 0: none is counted, and keys with budgets are refused.",
     )
 
 

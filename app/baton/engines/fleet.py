@@ -588,7 +588,8 @@ class Fleet:
         self._turn = asyncio.Semaphore(at_once)
         self.events = Events(self.metrics.events)
         self._supervisors = {engine.name: self._supervised(engine) for engine in engines}
-        self._leaving: dict[str, tuple[Supervisor, asyncio.Task[None]]] = {}
+        self._leaving: dict[Supervisor, asyncio.Task[None]] = {}
+        self._ends = False
         self._loading: set[str] = set()  # names of adapters
         self._shared_registries = shared_registries
         self._watching: asyncio.Task[None] | None = None
@@ -668,8 +669,8 @@ class Fleet:
         for name in before.keys() - self._supervisors.keys():
             supervisor = before[name]
             ended = supervisor.retire(drain_s, partial(busy, supervisor))
-            left = asyncio.create_task(self._left(name, ended, gone), name=f"remove-{name}")
-            self._leaving[name] = supervisor, left
+            left = self._left(name, supervisor, ended, gone)
+            self._leaving[supervisor] = asyncio.create_task(left, name=f"remove-{name}")
         self._take_names(settings)
 
     def _change_budget(self, on_demand: OnDemand | None) -> None:
@@ -679,20 +680,25 @@ class Fleet:
             self._coming = asyncio.create_task(self.on_demand.run(), name="fleet-on-demand")
 
     def _launch(self, name: str, supervisor: Supervisor) -> None:
-        """Start an engine that was added, after one of its name that has not ended yet."""
-        if name in self._leaving:
-            self._leaving[name][1].add_done_callback(lambda _: self._launch(name, supervisor))
-        elif self._supervisors.get(name) is supervisor:  # it was not removed meanwhile
+        """Start an engine that was added, after those of its name that have not ended yet."""
+        if former := self._leaving_as(name):
+            former[0].add_done_callback(lambda _: self._launch(name, supervisor))
+        elif self._supervisors.get(name) is supervisor and not self._ends:  # it was not removed meanwhile
             if name in self.on_demand:
                 supervisor.on_demand(self.on_demand.start_s)
             else:
                 supervisor.launch()
 
-    async def _left(self, name: str, ended: asyncio.Task[None], gone: Callable[[str], None]) -> None:
+    def _leaving_as(self, name: str) -> list[asyncio.Task[None]]:
+        return [left for supervisor, left in self._leaving.items() if supervisor.engine.name == name]
+
+    async def _left(
+        self, name: str, supervisor: Supervisor, ended: asyncio.Task[None], gone: Callable[[str], None]
+    ) -> None:
         """Forget an engine that was removed, once it has ended."""
         await asyncio.wait([ended])
-        del self._leaving[name]
-        if name not in self._supervisors:
+        del self._leaving[supervisor]
+        if name not in self._supervisors and not self._leaving_as(name):
             self.metrics.engines.forget(name)
             gone(name)
 
@@ -823,13 +829,14 @@ class Fleet:
 
     async def stop(self) -> None:
         """End the supervision, then stop every engine."""
+        self._ends = True
         watches = [each for each in (self._watching, self._coming) if each is not None]
         for watch in watches:
             watch.cancel()
         await asyncio.gather(*watches, return_exceptions=True)
-        supervisors = [*self._supervisors.values(), *(each for each, _ in self._leaving.values())]
+        supervisors = [*self._supervisors.values(), *self._leaving]
         await asyncio.gather(*(supervisor.close() for supervisor in supervisors))
-        await asyncio.gather(*(left for _, left in self._leaving.values()))
+        await asyncio.gather(*self._leaving.values())
         await asyncio.gather(*(supervisor.engine.stop() for supervisor in supervisors))
 
     def operate(self, name: str, act: Act, drain_s: float, busy: Callable[[], bool]) -> Supervisor:
@@ -956,12 +963,12 @@ class Fleet:
         return model
 
     def cards(
-        self, may: Callable[[Engine], bool] = lambda _engine: True, *, pools: bool = True
+        self, may: Callable[[Engine, str], bool] = lambda _engine, _model: True, *, pools: bool = True
     ) -> list[Json]:
         """List the models of all engines as `/v1/models` does, and the groups; of engines on demand say so.
 
         Args:
-            may: returns whether an engine is listed.
+            may: returns whether a model of an engine is listed.
             pools: whether those that pool are listed too.
         """
         found = []
@@ -969,8 +976,9 @@ class Fleet:
             more: Json = {}
             if name in self.on_demand:
                 more = {"start": "on_demand", "loaded": supervisor.state is EngineState.READY}
-            if may(supervisor.engine) and (pools or supervisor.engine.generates):
-                found += [card | more for card in supervisor.engine.cards()]
+            engine = supervisor.engine
+            if pools or engine.generates:
+                found += [card | more for card in engine.cards() if may(engine, str(card["id"]))]
         for group, members in self._groups.items():
             cards = [card for name in members for card in found if card["id"] == name]
             if cards:

@@ -123,7 +123,7 @@ UPLOAD_PARAMETERS = [
     {
         "name": "priority",
         "in": "query",
-        "description": "Accepted as in vLLM, and ignored.",
+        "description": "As in vLLM: lower is sooner, among the tenant's own requests.",
         "schema": {"type": "integer"},
     },
 ]
@@ -165,7 +165,12 @@ REFUSALS = {
     "421": "The gateway does not answer under the host that the request names.",
 }
 OPERATOR = {"403": "The key is no operator's, or a web page of another site sent the request."}
-FOREIGN_PAGE = {"403": "The gateway has no API keys, and a web page of another site sent the request."}
+FOREIGN_PAGE = {
+    "403": "The key may not use the model, or there are no keys and a web page of another site sent it."
+}
+NO_RELOAD = "This gateway cannot read its settings again."
+OTHERS = "The key is no operator's, and asks for another tenant."
+NO_USAGE = "The file of the usage cannot be read or written."
 ERROR_SCHEMA: dict[str, Any] = {
     "type": "object",
     "required": ["error"],
@@ -264,6 +269,12 @@ def _add_schemas(openapi: dict[str, Any]) -> None:
                 _add_errors(responses, {status: OPERATION_ERRORS[status] for status in STORED_ERRORS})
             if path.startswith("/v1/engines/"):
                 _add_errors(responses, OPERATOR)
+            if path == "/v1/settings/reload":
+                _add_errors(responses, OPERATOR | {"400": NO_RELOAD, "422": "The settings have an error."})
+            if path == "/v1/usage":
+                _add_errors(responses, {"400": OPERATION_ERRORS["400"], "403": OTHERS, "503": NO_USAGE})
+            if path == "/v1/models/{model}":
+                _add_errors(responses, {"403": "The key may not use the model."})
             if path == "/v1/events":
                 _add_errors(responses, {status: OPERATION_ERRORS[status] for status in ("429", "503")})
                 responses["200"]["content"] = {"text/event-stream": {"schema": EVENT_SCHEMA}}

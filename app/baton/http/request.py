@@ -115,6 +115,10 @@ class RequestState:
         """The id of its key; empty: there are no keys."""
         return self.key.id if self.key is not None else ""
 
+    def uncounted(self) -> int:
+        """Return the tokens that it has used and that are not counted yet."""
+        return self.context.prompt_tokens + self.context.generated_tokens - sum(self.counted)
+
     def count(self, usage: Usage, *, requests: int = 0) -> None:
         """Count the tokens since the last count as its model's."""
         prompt, generated = self.context.prompt_tokens, self.context.generated_tokens
@@ -261,7 +265,7 @@ def begin_usage(request: Request, engine: Engine) -> None:
         BatonError: the key has spent its tokens.
     """
     state = state_of(request.scope)
-    gateway_of(request).usage.begin(state.key, state.context)
+    gateway_of(request).usage.begin(state.key, state.context.request_id, state.uncounted)
     state.model, state.used = engine.name, True
 
 
@@ -274,22 +278,28 @@ def allowed(request: Request, model: object, choices: list[Choice]) -> list[Choi
     Raises:
         ModelNotAllowed: none is left.
     """
-    key, fleet = state_of(request.scope).key, gateway_of(request).fleet
+    key = state_of(request.scope).key
     if key is None:
         return choices
-    found = [
-        (each, word)
-        for each, word in choices
-        if key.may_use(*_names(each.engine, word), *([str(model)] if fleet.in_group(model, each) else []))
-    ]
+    found = [each for each in choices if may_use(request, each[0].engine, str(model), each[1])]
     if not found:
         raise not_allowed(key, choices[0][1])
     return found
 
 
-def _names(engine: Engine, word: str) -> tuple[str, ...]:
-    """Return the names of what a word means at an engine: of the engine, or of its adapter."""
-    return (word,) if word in engine.adapters else (engine.name, *engine.aliases)
+def may_use(request: Request, engine: Engine, *words: str) -> bool:
+    """Return whether the key of a request may use an engine, or what one of these words means at it.
+
+    Args:
+        words: its names or its group's, or an adapter's, which then alone counts.
+    """
+    key, fleet = state_of(request.scope).key, gateway_of(request).fleet
+    if key is None:
+        return True
+    if adapters := [word for word in words if word in engine.adapters]:
+        return key.may_use(*adapters)
+    groups = (word for word in words if fleet.in_group(word, fleet.supervisor(engine.base)))
+    return key.may_use(engine.name, *engine.aliases, *groups)
 
 
 def require_allowed(request: Request, engine: Engine) -> None:

@@ -216,6 +216,7 @@ class Call:
         cut: whether one of them was cut, by a limit or by a stop string.
         unclosed: whether the cut was within a call of a tool.
         adapter: the LoRA adapter that the request is computed with; None: none.
+        counted: the prompt tokens and the generated ones that it has added to the context's.
     """
 
     context: RequestContext
@@ -238,6 +239,7 @@ class Call:
     cut: bool = False
     unclosed: bool = False
     adapter: Loaded | None = None
+    counted: tuple[int, int] = (0, 0)
 
     async def watch(
         self,
@@ -326,16 +328,24 @@ class Call:
 
     def _count(self, output: Any, *, first: bool) -> None:
         """Add an output's tokens to the request's; outputs of pooling have no completions."""
+        prompt, generated = self.counted
         if first:
-            self.context.prompt_tokens += len(output.prompt_token_ids or ())
+            self.count(prompt + len(output.prompt_token_ids or ()), generated)
         if self.deltas or output.finished:
             outputs = getattr(output, "outputs", ())
             completions = outputs if isinstance(outputs, list) else ()
-            self.context.generated_tokens += sum(len(completion.token_ids) for completion in completions)
+            said = sum(len(completion.token_ids) for completion in completions)
+            self.count(self.counted[0], generated + said)
             for completion in completions:
                 if completion.finish_reason is not None:
                     self.ended[completion.index] = completion.finish_reason
                     self.cut |= completion.finish_reason != "stop" or isinstance(completion.stop_reason, str)
+
+    def count(self, prompt: int, generated: int) -> None:
+        """Set the tokens of this call: by its outputs or, as for beam search, by what the answer says."""
+        self.context.prompt_tokens += prompt - self.counted[0]
+        self.context.generated_tokens += generated - self.counted[1]
+        self.counted = prompt, generated
 
 
 CURRENT_CALL: ContextVar[Call] = ContextVar("baton_current_call")

@@ -737,6 +737,8 @@ class ReplyTranslator:
             if operation is Operation.RESPONSES:
                 answer.output = [await as_clients_call_it(item) for item in answer.output]
                 mark_cut(answer)
+            if (told := getattr(answer, "usage", None)) is not None:
+                call.count(*_told_tokens(told))
             return WholeReply(answer.model_dump_json(**HANDLERS[operation].dump).encode())
         if isinstance(answer, Response):
             return await _from_response(answer)
@@ -766,6 +768,13 @@ class ReplyTranslator:
                 raise self.error(error, body=body) from error
         if call.failure is not None:
             raise with_schema(call.failure, body)
+
+
+def _told_tokens(usage: Any) -> tuple[int, int]:
+    """Return the prompt tokens and the generated ones of an answer's `usage`, by whichever names it has."""
+    prompt = getattr(usage, "prompt_tokens", None) or getattr(usage, "input_tokens", 0)
+    generated = getattr(usage, "completion_tokens", None) or getattr(usage, "output_tokens", 0)
+    return prompt or 0, generated or 0
 
 
 async def _from_response(response: Response) -> WholeReply:

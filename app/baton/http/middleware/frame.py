@@ -270,7 +270,7 @@ class RequestContextMiddleware:
 
     def _count_used(self, state: RequestState) -> None:
         state.count(self._usage, requests=1)
-        self._usage.end(state.key_id, state.context)
+        self._usage.end(state.key_id, state.context.request_id)
 
     def _write_audit(self, scope: Scope, state: RequestState, status: int) -> None:
         outcome = "done" if 0 < status < 400 else "refused" if 400 <= status < 500 else "failed"

@@ -367,7 +367,7 @@ class LineAsker:
             raise
         finally:
             state.ticket.answered()
-            self._gateway.usage.end(state.key_id, context)
+            self._gateway.usage.end(state.key_id, context.request_id)
         if gave_way or work.cancelled():  # vLLM answers what was cancelled, as if its client had gone
             return None
         work.result()

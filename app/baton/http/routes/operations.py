@@ -12,10 +12,9 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import FileResponse, JSONResponse, RedirectResponse
 
 from baton import __version__
-from baton.engines.engine import Engine
 from baton.engines.installed_plugins import installed_plugins, running_platform
-from baton.errors import InvalidRequest, ModelNotFound, NotFound
-from baton.http.request import Gateway, context_of, gateway_of, in_a_thread, require_allowed, state_of
+from baton.errors import InvalidRequest, ModelNotAllowed, ModelNotFound, NotFound
+from baton.http.request import Gateway, context_of, gateway_of, in_a_thread, may_use
 
 # Report health and version. These are the only routes that need no API key.
 
@@ -134,7 +133,7 @@ async def list_models(
     With the header `anthropic-version` the answer has Anthropic's shape, and only the models that generate;
     the parameters are of that shape.
     """
-    fleet, may = gateway_of(request).fleet, partial(_may_use, request)
+    fleet, may = gateway_of(request).fleet, partial(may_use, request)
     if not _of_anthropic(request):
         return {"object": "list", "data": fleet.cards(may)}
     cards = [_as_anthropic(card) for card in fleet.cards(may, pools=False)]
@@ -159,19 +158,13 @@ async def retrieve_model(request: Request, model: str) -> dict[str, Any]:
     fleet = gateway_of(request).fleet
     cards = {card["id"]: card for card in fleet.cards()}
     engine = fleet.named(model)
-    if engine is not None:
-        require_allowed(request, engine)
+    if engine is not None and not may_use(request, engine, model):
+        raise ModelNotAllowed(param="model")
     card = cards.get(model) or cards.get(engine.name if engine is not None else "")
     if card is None:
         raise ModelNotFound.among(model, fleet.served)
     card = card | {"id": model}
     return _as_anthropic(card) if _of_anthropic(request) else card
-
-
-def _may_use(request: Request, engine: Engine) -> bool:
-    """Return whether the key of a request may use one of an engine's models."""
-    key = state_of(request.scope).key
-    return key is None or key.may_use(engine.name, *engine.aliases, *engine.adapters)
 
 
 def _of_anthropic(request: Request) -> bool:

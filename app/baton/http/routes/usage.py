@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 
-from baton.admission.usage import COUNTED, GROUPS, Asked
+from baton.admission.usage import COUNTED, GROUPS, HOW_TO_COUNT, Asked
 from baton.errors import InvalidRequest, OperationUnsupported, OperatorKeyNeeded
 from baton.http.request import gateway_of, require_operator, state_of
 
@@ -38,7 +38,7 @@ async def show_usage(
     gateway, state = gateway_of(request), state_of(request.scope)
     usage, own = gateway.usage, state.context.tenant
     if not usage.kept:
-        raise OperationUnsupported("This gateway counts no usage (setting usage.keep_days = 0).")
+        raise OperationUnsupported(f"This gateway counts no usage: {HOW_TO_COUNT}.")
     if tenant not in (None, own) and not state.operator:
         raise OperatorKeyNeeded("Only operators may see what other tenants have used: leave 'tenant' out.")
     groups = [name.strip() for name in by.split(",") if name.strip()]
