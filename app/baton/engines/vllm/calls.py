@@ -448,7 +448,7 @@ class BlockReader:
         self._block = block
         self._read = read
         self._rest = self._held = ""
-        self._inside = self._said = self._called = False
+        self._inside = self._said = self._called = self._after_calls = False
         self._restart()
 
     def _restart(self) -> None:
@@ -481,7 +481,8 @@ class BlockReader:
         return self._inside and bool(self._rest.strip())
 
     def _say(self, found: list[Piece], text: str) -> None:
-        text = text.strip() if self._called else text
+        text = text.lstrip() if self._after_calls else text
+        self._after_calls = self._after_calls and not text
         self._said = self._said or bool(text.strip())
         found += [("text", text)] if text else []
 
@@ -570,6 +571,7 @@ class BlockReader:
         for name, arguments in calls:
             found += [("name", name), ("arguments", arguments)]
         self._called = self._called or bool(calls)
+        self._after_calls = self._called
         if not self._called:
             self._inside = False
             self._say(found, self._held + text)
