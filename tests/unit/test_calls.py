@@ -12,6 +12,7 @@ from baton.engines.vllm.calls import (
     DEEPSEEK_V3,
     DEEPSEEK_V31,
     GRANITE_THOUGHTS,
+    LFM,
     LLAMA,
     OLMO_THOUGHTS,
     PYTHON,
@@ -208,6 +209,15 @@ def test_calls_in_python_end_with_their_last_bracket(at_once: int) -> None:
     said, calls = block(PYTHON, pieces)
     assert [name for name, _ in calls] == ["look", "find_it"]
     assert said.strip() == "and more"
+
+
+def test_white_space_may_stand_before_the_bracket_of_calls() -> None:
+    for text in (
+        "<|tool_call_start|>\n[look(a=1)]<|tool_call_end|>x",
+        "<|tool_call_start|>[look(a=1)] <|tool_call_end|>x",
+    ):
+        for pieces in ([text], list(text)):
+            assert block(LFM, pieces) == ("x", [("look", "a=1")]), text
 
 
 @pytest.mark.parametrize("at_once", [1, 4, 100])

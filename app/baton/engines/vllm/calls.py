@@ -418,11 +418,7 @@ PYTHON = Block(("[",), "[{}]", ("]",), first=True)
 """Llama 3.2, ToolACE: `[look(at="x"), find_it()]`."""
 LLAMA4 = replace(PYTHON, opens=("<|python_start|>[", "["), closes=("]<|python_end|>", "]"))
 OLMO = Block(("<function_calls>",), "<function_calls>{}</function_calls>", ("</function_calls>",))
-LFM = Block(
-    ("<|tool_call_start|>[",),
-    "<|tool_call_start|>[{}]<|tool_call_end|>",
-    ("]<|tool_call_end|>", "<|tool_call_end|>"),
-)
+LFM = Block(("<|tool_call_start|>",), "<|tool_call_start|>[{}]<|tool_call_end|>", ("<|tool_call_end|>",))
 STEP = Block(
     ("<｜tool_calls_begin｜>",),
     "<｜tool_calls_begin｜>{}<｜tool_calls_end｜>",
@@ -508,7 +504,7 @@ class BlockReader:
         block = self._block
         if not self._at:
             if self._called or not block.first:
-                self._rest = self._rest.lstrip(" \t\r\n,;")
+                self._rest = self._rest.lstrip(" \t\r\n,;" if block.first else " \t\r\n,;[]")
             if any(mark.startswith(self._rest) and mark != self._rest for mark in block.closes):
                 return False
             for mark in block.closes:
