@@ -563,7 +563,8 @@ class BlockReader:
 
     def _give(self, found: list[Piece], text: str) -> None:
         """Give the calls in a text; what is none before any is text, and after one is left out."""
-        calls = self._read(self._block.whole.replace("{}", text))
+        bare = text if self._block.ends else text.rstrip(" \t\r\n]")
+        calls = self._read(self._block.whole.replace("{}", bare))
         for name, arguments in calls:
             found += [("name", name), ("arguments", arguments)]
         self._called = self._called or bool(calls)
