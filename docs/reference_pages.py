@@ -354,6 +354,7 @@ def family_rows(families: Iterable[Family]) -> Iterable[list[str]]:
         marks += [f"not {literal(mark)}" for mark in family.absent]
         architectures = ", ".join(f"`{name}`..." for name in family.architectures)
         tokens = ", ".join(f"`{token}`" for token in family.tokens)
+        tokens += f"{', ' if tokens else ''}and `{family.package}` is installed" if family.package else ""
         yield [family.name, ", ".join(marks), architectures, tokens, f"`{family.parser}`"]
 
 

@@ -127,3 +127,14 @@ def test_thoughts_and_calls_after_them_are_read_alike_at_every_cut(
     text = form.replace("{}", THOUGHT) + SAID + WRITTEN[name](SPOKEN)
     tokens = tokenizer.encode(text, add_special_tokens=False)
     require_alike(parser, tokenizer, name, THOUGHT, SAID, tokens)
+
+
+@pytest.mark.parametrize("text", ["sed -n '1,9p' f.py", "it's so"])
+def test_quotes_that_a_model_leaves_bare_end_no_call(tokenizer: Any, text: str) -> None:
+    """vLLM's parser mends them once the call is whole."""
+    parser = mended(ParserManager.get_parser("lfm2", None, enable_auto_tools=True))
+    said = f"<|tool_call_start|>[look(text='{text}')]<|tool_call_end|>ok"
+    tokens = tokenizer.encode(said, add_special_tokens=False)
+    for at_once in (0, 1, 3):
+        told = read(parser, tokenizer, tokens, at_once, cut=False)
+        assert told == ("", "ok", [("look", json.dumps({"text": text}))])

@@ -4,10 +4,26 @@ from __future__ import annotations
 
 import json
 import random
+import re
 
 import pytest
 
-from baton.engines.vllm.calls import DEEPSEEK_V3, DEEPSEEK_V31, LLAMA, TAGGED, CallReader, Form, Piece
+from baton.engines.vllm.calls import (
+    DEEPSEEK_V3,
+    DEEPSEEK_V31,
+    GRANITE_THOUGHTS,
+    LFM,
+    LLAMA,
+    OLMO_THOUGHTS,
+    PYTHON,
+    TAGGED,
+    Block,
+    BlockReader,
+    CallReader,
+    Form,
+    Piece,
+    ThoughtReader,
+)
 
 CLOSING = '{"text": "a </tool_call> <｜tool▁call▁end｜> ``` ; { \\" \\\\"}'
 """Arguments that hold every mark that ends a call."""
@@ -165,3 +181,61 @@ def test_reading_costs_no_more_than_the_answer_is_long(hostile: str) -> None:
         text = hostile * (40_000 // len(hostile))
         Counted(form).feed(text)
         assert Counted.looked < 1_000 * len(text)
+
+
+def block(block: Block, pieces: list[str], *, cut: bool = False) -> tuple[str, list[Call]]:
+    """Text and calls of an answer whose calls a reader knows that finds `name(key=...)`."""
+
+    def known(whole: str) -> list[tuple[str, str]]:
+        return re.findall(r"(\w+)\((\w+=[^()]*(?:\([^()]*\)[^()]*)*)\)", whole)
+
+    reader = BlockReader(block, known)
+    found = [piece for text in pieces for piece in reader.feed(text)]
+    return joined([*found, *reader.finish(cut=cut)])
+
+
+@pytest.mark.parametrize(
+    "text", ["[1, 2]", "[a](b) c", "[look(1)] x", "[look] x", "see [look(a=1)]", "[", "[look(a="]
+)
+def test_what_is_no_call_in_python_stays_text(text: str) -> None:
+    for pieces in ([text], list(text)):
+        assert block(PYTHON, pieces) == (text, [])
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 100])
+def test_calls_in_python_end_with_their_last_bracket(at_once: int) -> None:
+    text = """ [look(a='[x)\\'', b=(1)), find_it(c=")]")] and more"""
+    pieces = [text[at : at + at_once] for at in range(0, len(text), at_once)]
+    said, calls = block(PYTHON, pieces)
+    assert [name for name, _ in calls] == ["look", "find_it"]
+    assert said.strip() == "and more"
+
+
+def test_white_space_may_stand_before_the_bracket_of_calls() -> None:
+    for text in (
+        "<|tool_call_start|>\n[look(a=1)]<|tool_call_end|>x",
+        "<|tool_call_start|>[look(a=1)] <|tool_call_end|>x",
+    ):
+        for pieces in ([text], list(text)):
+            assert block(LFM, pieces) == ("x", [("look", "a=1")]), text
+
+
+@pytest.mark.parametrize("at_once", [1, 4, 100])
+def test_thoughts_in_text_end_at_their_mark(at_once: int) -> None:
+    for marks, text, meant in (
+        (OLMO_THOUGHTS, "<think>a </th b</think>c", ("a </th b", "c")),
+        (OLMO_THOUGHTS, "a</think>c", ("a", "c")),
+        (GRANITE_THOUGHTS, "Here is my thought process:a Here b Here is my response:c", ("a Here b ", "c")),
+        (GRANITE_THOUGHTS, "Here is an answer", ("", "Here is an answer")),
+        (GRANITE_THOUGHTS, "Here", ("", "Here")),
+        (OLMO_THOUGHTS, "a</thi", ("a</thi", None)),
+    ):
+        reader, thoughts, rest = ThoughtReader(marks), "", None
+        for at in range(0, len(text), at_once):
+            piece, last = text[at : at + at_once], at + at_once >= len(text)
+            if rest is None:
+                told, rest = reader.feed(piece, finished=last, cut=False)
+                thoughts += told
+            else:
+                rest += piece
+        assert (thoughts, rest) == meant, text

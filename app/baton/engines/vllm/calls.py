@@ -418,11 +418,7 @@ PYTHON = Block(("[",), "[{}]", ("]",), first=True)
 """Llama 3.2, ToolACE: `[look(at="x"), find_it()]`."""
 LLAMA4 = replace(PYTHON, opens=("<|python_start|>[", "["), closes=("]<|python_end|>", "]"))
 OLMO = Block(("<function_calls>",), "<function_calls>{}</function_calls>", ("</function_calls>",))
-LFM = Block(
-    ("<|tool_call_start|>[",),
-    "<|tool_call_start|>[{}]<|tool_call_end|>",
-    ("]<|tool_call_end|>", "<|tool_call_end|>"),
-)
+LFM = Block(("<|tool_call_start|>",), "<|tool_call_start|>[{}]<|tool_call_end|>", ("<|tool_call_end|>",))
 STEP = Block(
     ("<｜tool_calls_begin｜>",),
     "<｜tool_calls_begin｜>{}<｜tool_calls_end｜>",
@@ -448,7 +444,7 @@ class BlockReader:
         self._block = block
         self._read = read
         self._rest = self._held = ""
-        self._inside = self._said = self._called = False
+        self._inside = self._said = self._called = self._after_calls = False
         self._restart()
 
     def _restart(self) -> None:
@@ -481,7 +477,8 @@ class BlockReader:
         return self._inside and bool(self._rest.strip())
 
     def _say(self, found: list[Piece], text: str) -> None:
-        text = text.strip() if self._called else text
+        text = text.lstrip() if self._after_calls else text
+        self._after_calls = self._after_calls and not text
         self._said = self._said or bool(text.strip())
         found += [("text", text)] if text else []
 
@@ -507,7 +504,7 @@ class BlockReader:
         block = self._block
         if not self._at:
             if self._called or not block.first:
-                self._rest = self._rest.lstrip(" \t\r\n,;")
+                self._rest = self._rest.lstrip(" \t\r\n,;" if block.first else " \t\r\n,;[]")
             if any(mark.startswith(self._rest) and mark != self._rest for mark in block.closes):
                 return False
             for mark in block.closes:
@@ -566,10 +563,12 @@ class BlockReader:
 
     def _give(self, found: list[Piece], text: str) -> None:
         """Give the calls in a text; what is none before any is text, and after one is left out."""
-        calls = self._read(self._block.whole.replace("{}", text))
+        bare = text if self._block.ends else text.rstrip(" \t\r\n]")
+        calls = self._read(self._block.whole.replace("{}", bare))
         for name, arguments in calls:
             found += [("name", name), ("arguments", arguments)]
         self._called = self._called or bool(calls)
+        self._after_calls = self._called
         if not self._called:
             self._inside = False
             self._say(found, self._held + text)

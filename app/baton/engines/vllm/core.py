@@ -21,7 +21,7 @@ SAID_KEY = "baton_said"
 """Key of `extra_args` with the number of tokens at the prompt's end that the model said."""
 
 
-class CoreConfig(SchedulerConfig):
+class CoreConfig(SchedulerConfig):  # type: ignore[misc]  # vLLM has no types
     """The settings of a core's scheduler, which the core asks for its class with all that it has built."""
 
     def get_scheduler_cls(self) -> Any:

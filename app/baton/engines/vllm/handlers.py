@@ -198,7 +198,7 @@ def without_searches(body: Json) -> tuple[Json, list[str]]:
         the body, and the types that it no longer has.
     """
     tools = body.get("tools")
-    if not isinstance(tools, list) or body.get("tool_choice", "auto") != "auto":
+    if not isinstance(tools, list) or (body.get("tool_choice") or "auto") != "auto":
         return body, []
     kinds = [str(tool.get("type")) if isinstance(tool, dict) else "" for tool in tools]
     searches = sorted(SEARCHES.intersection(kinds))

@@ -228,7 +228,7 @@ class WrittenCalls:
         )
 
 
-class ForcedCalls(WrittenCalls, ToolParser):  # type: ignore[misc]  # vLLM has no types
+class ForcedCalls(WrittenCalls, ToolParser):
     """The parser of calls in the JSON that vLLM holds a model to which must call a tool.
 
     Args:
@@ -279,7 +279,8 @@ def mended(parser: type[Any]) -> type[Any]:
     own = parser.parse_delta is not DelegatingParser.parse_delta
     alike = not ALIKE.isdisjoint(base.__name__ for base in parser.__mro__)
 
-    class Mended(parser):  # type: ignore[misc]  # vLLM has no types
+    class Mended(parser):
+        _tool_parser: Any
         tool_parser_cls = parser.tool_parser_cls if own else _in_place_of(parser.tool_parser_cls)
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -365,7 +366,7 @@ def _in_place_of(tool_parser: type[Any] | None) -> type[Any] | None:
     if tool_parser is None or (form is None and tag is None):
         return tool_parser
     kept: dict[str, Any] = {"structural_tag_model": tag} if tag is not None else {}
-    bases = (tool_parser,)
+    bases: tuple[type[Any], ...] = (tool_parser,)
     if form is not None:
         kept, bases = kept | {"form": form}, (WrittenCalls, tool_parser)
     return type(tool_parser.__name__, bases, kept)
