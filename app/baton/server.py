@@ -151,7 +151,7 @@ def create_app(
             _running(app, fleet, report),
             gateway.relay.running(),
             gateway.batches.running(
-                LineAsker(app, gateway, BodyBudget(rooms.lines, held, short=lambda: memory.short))
+                LineAsker(app, gateway, keyring, BodyBudget(rooms.lines, held, short=lambda: memory.short))
             ),
         ):
             yield

@@ -21,7 +21,7 @@ from support.raw_requests import wait_for as wait_within
 from support.small_devices import fill, mounted
 from support.table_tests import each
 
-from baton.admission.api_keys import create_key
+from baton.admission.api_keys import create_key, read_keys, revoke_key
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
 from baton.errors import EngineOverloaded, EngineRestarting, GenerationFailed, InvalidRequest
 from baton.http.routes.batches import LINES
@@ -559,6 +559,37 @@ def test_a_cancelled_batch_writes_what_it_has_and_names_the_rest(tmp_path: Path)
         with pytest.raises(openai.BadRequestError, match="ended already: it is cancelled"):
             client.batches.cancel(batch.id)
         assert client.files.delete(file.id).deleted
+
+
+@pytest.mark.fault("H16")
+def test_a_tenant_whose_last_key_was_revoked_has_no_line_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("baton.admission.api_keys.LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("baton.batches.service.LONGEST_PAUSE_S", 0.01)
+    file = tmp_path / "keys.json"
+    keys = {tenant: create_key(file, tenant) for tenant in ("one", "two")}
+    held = Held()
+    engine = FakeEngine("a", behaviour=slow(held))
+    settings: dict[str, Any] = {
+        "auth": {"keys_file": file},
+        "batches": {"folder": tmp_path / "b", "lines": 2},
+    }
+    with run_fake(engine, **settings) as gateway:
+        client = sdk(gateway.url, keys["one"])
+        batch = begin(client, chats(9))
+        wait_for(lambda: engine.active == 2)
+        (mine,) = [key.id for key in read_keys(file) if key.tenant == "one"]
+        revoke_key(file, mine)
+        held.release()
+        series = 'baton_batch_lines_total{result="put_off"}'
+        headers = {"authorization": f"Bearer {keys['two']}"}
+        wait_for(
+            lambda: f"{series} 0.0" not in httpx.get(f"{gateway.metrics_url}/metrics", headers=headers).text
+        )
+        assert len(engine.bodies) == 2
+        again = sdk(gateway.url, create_key(file, "one"))
+        assert len(answered(again, until(again, batch))) == 9
 
 
 # Faults of engines

@@ -83,6 +83,10 @@ class Keyring:
         """Find the stored entry of a key; None: it is unknown."""
         return self._keys.get(digest(key[:MAX_KEY_CHARS]))
 
+    def serves(self, tenant: str) -> bool:
+        """Return whether a tenant has a key."""
+        return any(key.tenant == tenant for key in self._keys.values())
+
 
 class KeysFile(Keyring):
     """The keyring of a file that may change: created and revoked keys take effect within `LOOK_EVERY_S`.
@@ -105,12 +109,17 @@ class KeysFile(Keyring):
         super().__init__(read_keys(file))
 
     def find(self, key: str) -> StoredKey | None:
-        if self._clock() - self._looked >= LOOK_EVERY_S:
-            self._looked = self._clock()
-            self._look()
+        self._look()
         return super().find(key)
 
+    def serves(self, tenant: str) -> bool:
+        self._look()
+        return super().serves(tenant)
+
     def _look(self) -> None:
+        if self._clock() - self._looked < LOOK_EVERY_S:
+            return
+        self._looked = self._clock()
         state = _state(self._file)
         if state == self._state:
             return

@@ -205,7 +205,7 @@ class Batches:
             if is_full(error):
                 raise StorageFull(retry_after_s=60) from None
             log.error("batches_unusable", folder=str(self._folder), reason=str(error))
-            raise InternalError("Stored files cannot be used now.") from error
+            raise InternalError("Stored files cannot be used now (setting batches.folder).") from error
 
     @property
     def empty(self) -> bool:

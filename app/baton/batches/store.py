@@ -477,8 +477,10 @@ class BatchStore:
         """Return a batch, of whatever tenant."""
         query = "SELECT number, id, tenant, key_id, input, status, ends_at, shown FROM batches WHERE id = ?"
         with self._lock:
-            row = self._database.execute(query, (batch_id,)).fetchone()
-        return Batch(*row[:-1], json.loads(row[-1]))
+            number, name, tenant, key_id, given, status, ends_at, shown = self._database.execute(
+                query, (batch_id,)
+            ).fetchone()
+        return Batch(number, name, tenant, key_id, given, status, ends_at, json.loads(shown))
 
     def enter(self, batch_id: str, status: str, *, unless: Iterable[str] = ENDED, **shown: Any) -> None:
         """Put a batch into a status, with the time; not from one of some others, nor from an end.

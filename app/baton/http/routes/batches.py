@@ -20,6 +20,7 @@ from starlette.responses import FileResponse
 from starlette.types import Message, Receive, Scope, Send
 from structlog.contextvars import bind_contextvars
 
+from baton.admission.api_keys import Keyring
 from baton.admission.body_budget import BodyBudget
 from baton.admission.fair_threads import in_own_thread
 from baton.batches.lines import Answer
@@ -34,6 +35,7 @@ from baton.errors import (
     InvalidRequest,
     NotFound,
     StorageFull,
+    Unauthorized,
     UnsupportedMediaType,
 )
 from baton.http.body.form import FILE, FormReader
@@ -66,6 +68,8 @@ LINES: Mapping[str, tuple[Operation, Callable[[Request], Awaitable[Response]]]] 
 """The routes that a batch may be of, each with what answers it."""
 PURPOSES = ("batch", "batch_output")
 LONGEST_NAME = 255
+KEYLESS_S = 60
+"""Seconds until a line is asked again whose tenant has no key any more."""
 Seconds = Annotated[int, Field(ge=3600, le=30 * 86400)]
 
 
@@ -310,10 +314,12 @@ class LineAsker:
     """Asks lines of the gateway's own routes.
 
     Args:
+        keyring: the keys, one of which the tenant of a line must have; None: there are none.
         bodies: budget of the bodies of lines.
     """
 
-    def __init__(self, app: FastAPI, gateway: Gateway, bodies: BodyBudget) -> None:
+    def __init__(self, app: FastAPI, gateway: Gateway, keyring: Keyring | None, bodies: BodyBudget) -> None:
+        self._keyring = keyring
         self._app = app
         self._gateway = gateway
         self._bodies = bodies
@@ -322,6 +328,8 @@ class LineAsker:
     async def __call__(self, asked: Asked) -> Answer | None:
         """Ask a line; None: it gave way to a client's request, and is to be asked again."""
         context = context_from_headers([], asked.tenant)
+        if self._keyring is not None and not self._keyring.serves(asked.tenant):
+            return Answer(Unauthorized.status, b"", context.request_id, Unauthorized.code, again_s=KEYLESS_S)
         state = RequestState(context, key_id=asked.key_id)
         headers = [(b"content-type", b"application/json"), (b"accept", b"application/json")]
         scope: Scope = {
