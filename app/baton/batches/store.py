@@ -208,8 +208,13 @@ class BatchStore:
 
     # Files
 
-    def arriving(self) -> Made:
-        """Make the file into which an upload is written."""
+    def arriving(self, tenant: str) -> Made:
+        """Make the file into which an upload is written.
+
+        Raises:
+            QuotaReached: see `require_room`.
+        """
+        self.require_room(tenant)
         return baton_spool.make(self._files, ARRIVING)
 
     def require_room(self, tenant: str, size: int = 0, *, files: int = 1) -> None:
@@ -560,11 +565,12 @@ class BatchStore:
                 )
         return bool(added)
 
-    def finish(self, batch: Batch, end: str) -> None:
+    def finish(self, batch: Batch, end: str, errors: list[Json] | None = None) -> None:
         """Write the files of a batch from its answers, and end it; done twice, it is as if done once.
 
         Args:
             end: the status that it ends with.
+            errors: why it failed, in OpenAI's shape.
         """
         with contextlib.closing(_Outputs(self._files)) as outputs:
             with contextlib.closing(_connect(self._path)) as reader:  # others go on meanwhile
@@ -581,7 +587,7 @@ class BatchStore:
                 found = database.execute(query, (batch.number,)).fetchone()
                 if found is None:
                     return
-                shown = {}
+                shown: Json = {} if errors is None else {"errors": {"object": "list", "data": errors}}
                 for field, made in outputs.written():
                     name = f"{batch.id}_{field.removesuffix('_file_id')}.jsonl"
                     file_id = f"file-{batch.id.removeprefix('batch_')}-{field[:3]}"

@@ -123,8 +123,7 @@ async def create_file(request: Request) -> dict[str, Any]:
         raise UnsupportedMediaType(
             "Send a form with 'Content-Type: multipart/form-data': 'file' and 'purpose'."
         )
-    await batches.use(tenant, lambda store: store.require_room(tenant), makes=True)
-    made = await batches.use(tenant, lambda store: store.arriving())
+    made = await _arriving(batches, tenant)
     try:
         file = _Appended(made)
         form = FormReader(request.headers.get("content-type", ""), file)
@@ -140,6 +139,18 @@ async def create_file(request: Request) -> dict[str, Any]:
         raise StorageFull(retry_after_s=60) from None
     finally:
         await asyncio.shield(in_own_thread(made.remove))
+
+
+async def _arriving(batches: Batches, tenant: str) -> Made:
+    """Make the file of an upload, completely also when the request is cancelled, so that it is removed."""
+    making = asyncio.ensure_future(batches.use(tenant, lambda store: store.arriving(tenant), makes=True))
+    try:
+        return await asyncio.shield(making)
+    except asyncio.CancelledError:
+        making.add_done_callback(
+            lambda made: None if made.cancelled() or made.exception() else made.result().remove()
+        )
+        raise
 
 
 class _Appended:
