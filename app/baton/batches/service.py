@@ -332,7 +332,7 @@ class Batches:
                 try:
                     await self._carry_out(batch_id, running, ask)
                     return
-                except (sqlite3.Error, OSError) as error:
+                except (sqlite3.Error, OSError, RuntimeError) as error:  # RuntimeError: no thread is left
                     running.waits = (
                         StorageFull() if is_full(error) else InternalError("Stored files cannot be used now.")
                     )
