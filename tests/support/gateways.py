@@ -190,7 +190,8 @@ class RealGateway:
     ) -> None:
         self._arguments = arguments
         self._forked = forked
-        self._environment = os.environ | {"BATON_METRICS__PORT": "0"} | (environment or {})
+        ours = {"BATON_METRICS__PORT": "0", "XDG_DATA_HOME": str(folder / "data")}
+        self._environment = os.environ | ours | (environment or {})
         self.output = folder / "baton.log"
         self.keys: dict[str, str] = {}
 
