@@ -1,8 +1,8 @@
 """Batches behind clients, and what lines with one context save: `make bench-batches` (some four minutes).
 
-Clients ask one after the other, with pauses; by turns nothing else runs, or a batch of long lines that has every
-place whenever nobody asks. Printed are their times to the first token and to the last, and for a batch of questions
-about a few documents the prompt tokens that were computed.
+Clients ask one after the other, with pauses; by turns nothing else runs, or a batch of long lines that has
+every place whenever nobody asks. Printed are their times to the first token and to the last, and for a batch
+of questions about a few documents the prompt tokens that were computed.
 """
 
 from __future__ import annotations
