@@ -21,7 +21,7 @@ TWO_PROCESSES = --numprocesses 2 --dist loadscope --no-loadscope-reorder
 
 INSTALL = $(BIN)/python .ci/install.py
 
-.PHONY: help serve demo demo-vision ui screenshots ray test lint format docs docs-reference bench bench-starts bench-handoff bench-automatic bench-joins bench-scale bench-transfer bench-exactness bench-pooling bench-latent bench-vision chaos soak image image-test lock schemas next-vllm dist clean
+.PHONY: help serve demo demo-vision ui screenshots ray test lint format docs docs-reference bench bench-starts bench-handoff bench-automatic bench-joins bench-scale bench-transfer bench-exactness bench-pooling bench-latent bench-vision bench-batches chaos soak image image-test lock schemas next-vllm dist clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -71,6 +71,9 @@ bench-starts: $(VENV)/.dev ## Measure how long engines take to start and to come
 
 bench-handoff: $(VENV)/.dev ## Measure what handoffs save and cost (about ten minutes; fewer and shorter rounds on a slow machine)
 	$(BIN)/python bench/handoff.py $(ARGS)
+
+bench-batches: $(VENV)/.dev ## Measure what a batch costs clients, and what lines with one context save (four minutes)
+	$(BIN)/python bench/batches.py $(ARGS)
 
 bench-automatic: $(VENV)/.dev ## Measure what automatic handoffs save, and what they cost others (minutes)
 	$(BIN)/python bench/automatic.py $(ARGS)

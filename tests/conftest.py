@@ -148,7 +148,6 @@ def real_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealGatew
     config = ENGINE_TESTS / "two_engines.toml"
     folder = tmp_path_factory.mktemp("gateway")
     store = {"BATON_HANDOFFS__STORE": f"file:{folder / 'handoffs'}"}
-    store |= {"BATON_BATCHES__FOLDER": str(folder / "batches")}
     with RealGateway(["--config", str(config)], folder, store, forked=True) as gateway:
         gateway.wait_until_ready()
         yield gateway

@@ -159,7 +159,7 @@ def create_app(
             _running(app, fleet, report),
             gateway.relay.running(),
             gateway.batches.running(
-                LineAsker(app, gateway, BodyBudget(rooms.lines, held, short=lambda: memory.short), keyring)
+                LineAsker(app, gateway, keyring, BodyBudget(rooms.lines, held, short=lambda: memory.short))
             ),
         ):
             yield

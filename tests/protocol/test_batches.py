@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,10 @@ from support.raw_requests import wait_for as wait_within
 from support.small_devices import fill, mounted
 from support.table_tests import each
 
-from baton.admission.api_keys import create_key
+from baton.admission.api_keys import create_key, read_keys, revoke_key
+from baton.batches.lines import Reader
+from baton.batches.store import BatchStore, Usage, Wanted
+from baton.config.groups import BatchSettings, LimitSettings
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
 from baton.errors import EngineOverloaded, EngineRestarting, GenerationFailed, InvalidRequest
 from baton.http.routes.batches import LINES
@@ -41,7 +46,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeGateway]:
     with run_fake(
         FakeEngine("a", aliases=("text",)),
         FakeEngine("embed", pooling=True),
-        batches={"folder": folder, "file_bytes": "1MiB", "file_lines": 100},
+        batches={"folder": folder, "file_bytes": "1MiB", "file_lines": 100, "quiet_s": 0.02},
     ) as running:
         yield running
 
@@ -530,6 +535,33 @@ def test_a_batch_whose_tenant_has_no_room_waits_and_says_so(tmp_path: Path) -> N
         assert (counts(client, done), errors(done)) == ((70, 70, 0), [])
 
 
+@pytest.mark.fault("H11")
+def test_a_batch_whose_window_is_over_writes_what_it_has_and_names_the_rest(tmp_path: Path) -> None:
+    """Half a second is left of it when the gateway is started again."""
+    earlier = BatchStore(tmp_path, BatchSettings(), lambda: time.time() - 3599.5)
+    upload = earlier.arriving("local")
+    upload.append(chats(5))
+    file = earlier.add_file(upload, "local", "batch", "in.jsonl", 86400)
+    upload.remove()
+    name = earlier.add_batch(Wanted(file["id"], CHAT, "1h", 3600, 86400, None), "local", "")["id"]
+    found = Reader(json.loads, LimitSettings(), 9).read(io.BytesIO(chats(5)), CHAT)
+    earlier.begin(earlier.batch(name), found.lines, "a")
+    earlier.record(earlier.batch(name), found.lines[0], '{"custom_id": "c0"}', Usage(), good=True)
+    earlier.close()
+    engine = FakeEngine("a", behaviour=slow(Held()))
+    with run_fake(engine, batches={"folder": tmp_path, "lines": 2}) as gateway:
+        client = sdk(gateway.url)
+        done = until(client, client.batches.retrieve(name))
+        assert (done.status, counts(client, done)) == ("expired", (5, 1, 0))
+        assert done.expired_at is not None
+        assert rows(client, done.output_file_id) == [{"custom_id": "c0"}]
+        left = rows(client, done.error_file_id)
+        assert [(row["custom_id"], row["error"]["code"]) for row in left] == [
+            (f"c{number}", "batch_expired") for number in range(1, 5)
+        ]
+        wait_for(lambda: engine.active == 0)
+
+
 @pytest.mark.fault("H16")
 def test_a_cancelled_batch_writes_what_it_has_and_names_the_rest(tmp_path: Path) -> None:
     held = Held()
@@ -559,6 +591,37 @@ def test_a_cancelled_batch_writes_what_it_has_and_names_the_rest(tmp_path: Path)
         with pytest.raises(openai.BadRequestError, match="ended already: it is cancelled"):
             client.batches.cancel(batch.id)
         assert client.files.delete(file.id).deleted
+
+
+@pytest.mark.fault("H16")
+def test_a_tenant_whose_last_key_was_revoked_has_no_line_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("baton.admission.api_keys.LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("baton.batches.service.LONGEST_PAUSE_S", 0.01)
+    file = tmp_path / "keys.json"
+    keys = {tenant: create_key(file, tenant) for tenant in ("one", "two")}
+    held = Held()
+    engine = FakeEngine("a", behaviour=slow(held))
+    settings: dict[str, Any] = {
+        "auth": {"keys_file": file},
+        "batches": {"folder": tmp_path / "b", "lines": 2},
+    }
+    with run_fake(engine, **settings) as gateway:
+        client = sdk(gateway.url, keys["one"])
+        batch = begin(client, chats(9))
+        wait_for(lambda: engine.active == 2)
+        (mine,) = [key.id for key in read_keys(file) if key.tenant == "one"]
+        revoke_key(file, mine)
+        held.release()
+        series = 'baton_batch_lines_total{result="put_off"}'
+        headers = {"authorization": f"Bearer {keys['two']}"}
+        wait_for(
+            lambda: f"{series} 0.0" not in httpx.get(f"{gateway.metrics_url}/metrics", headers=headers).text
+        )
+        assert len(engine.bodies) == 2
+        again = sdk(gateway.url, create_key(file, "one"))
+        assert len(answered(again, until(again, batch))) == 9
 
 
 # Faults of engines
@@ -683,16 +746,16 @@ def test_of_two_gateways_over_a_folder_one_runs_the_batches(
 
 @pytest.mark.fault("H9")
 def test_a_gateway_that_is_killed_loses_no_line_and_does_none_twice(tmp_path: Path) -> None:
-    """Three kills in the middle; `make chaos` has many."""
+    """Two kills in the middle; `make chaos` has many."""
     settings = {"batches": {"folder": str(tmp_path / "b"), "lines": 4}, "responses": {"budget": 0}}
     batch, kills = None, 0
-    for _ in range(4):
+    for _ in range(3):
         with FakeProcess(tmp_path, {"token_seconds": 0.005}, **settings) as process:
             client = sdk(process.url)
             wait_for(lambda: httpx.get(f"{process.url}/readyz").status_code == 200)
             if batch is None:
                 batch = begin(client, chats(200, model="alpha"))
-            if kills == 3:
+            if kills == 2:
                 done = until(client, batch)
                 assert counts(client, done) == (200, 200, 0)
                 assert len(answered(client, done)) == 200

@@ -212,9 +212,9 @@ class RealGateway:
     ) -> None:
         self._arguments = arguments
         self._forked = forked
-        self._environment = (
-            os.environ | {"BATON_METRICS__PORT": "0", "XDG_STATE_HOME": str(folder)} | (environment or {})
-        )
+        ours = {"BATON_METRICS__PORT": "0"}
+        ours |= {"XDG_STATE_HOME": str(folder), "XDG_DATA_HOME": str(folder / "data")}
+        self._environment = os.environ | ours | (environment or {})
         self.output = folder / "baton.log"
         self.keys: dict[str, str] = {}
 

@@ -221,7 +221,7 @@ def store(tmp_path: Path, clock: Clock) -> Iterator[BatchStore]:
 
 
 def upload(store: BatchStore, content: bytes, tenant: str = "t", ttl_s: float = DAY) -> Json:
-    made = store.arriving()
+    made = store.arriving(tenant)
     made.append(content)
     try:
         return store.add_file(made, tenant, "batch", "in.jsonl", ttl_s)
@@ -352,7 +352,7 @@ def test_what_a_killed_gateway_left_is_removed_and_what_it_stored_is_not(
     left = tmp_path / "files/baton-file-0123456789abcdef"
     left.write_bytes(b"half")
     left.chmod(0o600)
-    arriving = before.arriving()
+    arriving = before.arriving("t")
     other = BatchStore(tmp_path, BatchSettings(), clock)
     assert other.try_to_run()
     assert not before.try_to_run()

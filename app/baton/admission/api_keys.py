@@ -165,11 +165,11 @@ class KeysFile(Keyring):
         super().__init__(read_keys(file), wall)
 
     def find(self, key: str) -> StoredKey | None:
-        self._look_again()
+        self._look()
         return super().find(key)
 
     def named(self, key_id: str) -> StoredKey | None:
-        self._look_again()
+        self._look()
         return super().named(key_id)
 
     def refresh(self) -> list[str]:
@@ -178,12 +178,10 @@ class KeysFile(Keyring):
         self._state = state
         return sorted({each.id for each in set(before.values()) ^ set(self._keys.values())})
 
-    def _look_again(self) -> None:
-        if self._clock() - self._looked >= LOOK_EVERY_S:
-            self._looked = self._clock()
-            self._look()
-
     def _look(self) -> None:
+        if self._clock() - self._looked < LOOK_EVERY_S:
+            return
+        self._looked = self._clock()
         state = _state(self._file)
         if state == self._state:
             return

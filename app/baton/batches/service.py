@@ -205,7 +205,7 @@ class Batches:
             if is_full(error):
                 raise StorageFull(retry_after_s=60) from None
             log.error("batches_unusable", folder=str(self._folder), reason=str(error))
-            raise InternalError("Stored files cannot be used now.") from error
+            raise InternalError("Stored files cannot be used now (setting batches.folder).") from error
 
     @property
     def empty(self) -> bool:
@@ -310,8 +310,8 @@ class Batches:
             if batch_id not in tasks:
                 self._running[batch_id] = Running()
                 tasks[batch_id] = asyncio.create_task(self._keep_at(batch_id, ask), name=batch_id)
-            if status == "cancelling":
-                self._running[batch_id].cancelled.set()
+            if status == "cancelling" and (running := self._running.get(batch_id)) is not None:
+                running.cancelled.set()
         self._metrics.running.set(len(tasks))
         await self._run(BatchStore.sweep)
         files, size = await self._run(BatchStore.usage)
@@ -332,7 +332,7 @@ class Batches:
                 try:
                     await self._carry_out(batch_id, running, ask)
                     return
-                except (sqlite3.Error, OSError) as error:
+                except (sqlite3.Error, OSError, RuntimeError) as error:  # RuntimeError: no thread is left
                     running.waits = (
                         StorageFull() if is_full(error) else InternalError("Stored files cannot be used now.")
                     )
@@ -340,32 +340,36 @@ class Batches:
                 await self._until_room()
         except Exception as error:  # the border of a background task: this batch alone is over
             log.error("batch_failed", batch=batch_id, exc_info=error)
-            await self._fail(batch_id, [_error("internal_error", InternalError.default_message)])
+            told = {"code": InternalError.code, "message": InternalError.default_message}
+            await self._end(batch_id, "failed", [told | {"line": None, "param": None}])
         finally:
             self._running.pop(batch_id, None)
             self._wake.set()
 
     async def _carry_out(self, batch_id: str, running: Running, ask: Ask) -> None:
-        batch = await self._run(lambda store: store.batch(batch_id))
+        batch = await self._run(BatchStore.batch, batch_id)
         if batch.status == "validating":
             await self._begin(batch)
-            batch = await self._run(lambda store: store.batch(batch_id))
+            batch = await self._run(BatchStore.batch, batch_id)
         if batch.status == "in_progress":
             self._tell(batch)
             end = await self._answer_lines(batch, running, ask)
             if end == "completed":
                 await self._run(lambda store: store.enter(batch_id, "finalizing", unless=("cancelling",)))
-            batch = await self._run(lambda store: store.batch(batch_id))
+            batch = await self._run(BatchStore.batch, batch_id)
         else:
             end = "completed"
         if batch.status in ENDED:
             return
-        end = "cancelled" if batch.status == "cancelling" else end
+        await self._end(batch_id, "cancelled" if batch.status == "cancelling" else end)
+
+    async def _end(self, batch_id: str, end: str, errors: list[Json] | None = None) -> None:
+        """Write out what a batch has, and end it."""
         store = self._store
         assert store is not None
-        await in_own_thread(store.finish, batch, end)
+        await in_own_thread(store.finish, await self._run(BatchStore.batch, batch_id), end, errors)
         self._metrics.ended.labels(end).inc()
-        self._tell(await self._run(lambda store: store.batch(batch_id)))
+        self._tell(await self._run(BatchStore.batch, batch_id))
 
     def _tell(self, batch: Batch) -> None:
         told = {"id": batch.id, "status": batch.status}
@@ -378,7 +382,7 @@ class Batches:
             if not found.errors and (error := self._serves(model, batch.shown["endpoint"])) is not None:
                 found.refuse(line, error.code, error.message, "body.model")
         if found.errors:
-            await self._fail(batch.id, found.errors)
+            await self._end(batch.id, "failed", found.errors)
             return
         model = next(iter(found.models)) if len(found.models) == 1 else None
         await self._run(lambda store: store.begin(batch, found.lines, model))
@@ -392,12 +396,6 @@ class Batches:
             lost = Input()
             lost.refuse(None, "input_file_lost", "The input file is not there any more.")
             return lost
-
-    async def _fail(self, batch_id: str, errors: list[Json]) -> None:
-        told = {"object": "list", "data": errors}
-        await self._run(lambda store: store.enter(batch_id, "failed", errors=told))
-        self._metrics.ended.labels("failed").inc()
-        self._tell(await self._run(lambda store: store.batch(batch_id)))
 
     async def _answer_lines(self, batch: Batch, running: Running, ask: Ask) -> str:
         """Ask all lines that have no answer; return `completed`, `expired` or `cancelled`."""
@@ -492,10 +490,6 @@ async def _within(seconds: float, event: asyncio.Event) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await event.wait()
-
-
-def _error(code: str, message: str) -> Json:
-    return {"code": code, "message": message, "line": None, "param": None}
 
 
 def is_full(error: Exception) -> bool:

@@ -208,8 +208,13 @@ class BatchStore:
 
     # Files
 
-    def arriving(self) -> Made:
-        """Make the file into which an upload is written."""
+    def arriving(self, tenant: str) -> Made:
+        """Make the file into which an upload is written.
+
+        Raises:
+            QuotaReached: see `require_room`.
+        """
+        self.require_room(tenant)
         return baton_spool.make(self._files, ARRIVING)
 
     def require_room(self, tenant: str, size: int = 0, *, files: int = 1) -> None:
@@ -230,16 +235,18 @@ class BatchStore:
             raise QuotaReached(
                 f"You have {number} files, and may have no more (setting batches.tenant_files)."
             )
-        for taken, most, whose, setting in (
-            (mine, settings.tenant_bytes, "Your files and answers", "tenant_bytes"),
-            (every, settings.total_bytes, "All files and answers here", "total_bytes"),
-        ):
-            if taken + size > most:
-                with_it = " with this one" if size else ""
-                raise QuotaReached(
-                    f"{whose} take {int(taken + size)} bytes{with_it}; at most {int(most)} are allowed "
-                    f"(setting batches.{setting}). Delete files that you need no more."
-                )
+        if mine + size > settings.tenant_bytes:
+            with_it = " with this one" if size else ""
+            raise QuotaReached(
+                f"Your files and answers take {int(mine + size)} bytes{with_it}; at most "
+                f"{int(settings.tenant_bytes)} are allowed (setting batches.tenant_bytes). Delete files that "
+                "you need no more."
+            )
+        if every + size > settings.total_bytes:  # how much others have is not told
+            raise QuotaReached(
+                "The files and answers of all tenants together take all the room there is (setting "
+                "batches.total_bytes). Delete files that you need no more, or try again later."
+            )
 
     def _answers(self, which: str, *values: object) -> float:
         """Sum the bytes of answers that are in no file yet."""
@@ -252,13 +259,14 @@ class BatchStore:
         Raises:
             QuotaReached: see `require_room`.
         """
+        os.fsync(made.descriptor)
         size = os.fstat(made.descriptor).st_size
         self.require_room(tenant, size)
         file_id = f"file-{secrets.token_hex(12)}"
         try:
             with self._change() as database:
                 row = self._insert_file(database, file_id, tenant, purpose, name, size, ttl_s)
-                os.link(made.path, self._files / file_id)
+                os.replace(made.path, self._files / file_id)
         except BaseException:
             (self._files / file_id).unlink(missing_ok=True)
             raise
@@ -477,8 +485,10 @@ class BatchStore:
         """Return a batch, of whatever tenant."""
         query = "SELECT number, id, tenant, key_id, input, status, ends_at, shown FROM batches WHERE id = ?"
         with self._lock:
-            row = self._database.execute(query, (batch_id,)).fetchone()
-        return Batch(*row[:-1], json.loads(row[-1]))
+            number, name, tenant, key_id, given, status, ends_at, shown = self._database.execute(
+                query, (batch_id,)
+            ).fetchone()
+        return Batch(number, name, tenant, key_id, given, status, ends_at, json.loads(shown))
 
     def enter(self, batch_id: str, status: str, *, unless: Iterable[str] = ENDED, **shown: Any) -> None:
         """Put a batch into a status, with the time; not from one of some others, nor from an end.
@@ -558,11 +568,12 @@ class BatchStore:
                 )
         return bool(added)
 
-    def finish(self, batch: Batch, end: str) -> None:
+    def finish(self, batch: Batch, end: str, errors: list[Json] | None = None) -> None:
         """Write the files of a batch from its answers, and end it; done twice, it is as if done once.
 
         Args:
             end: the status that it ends with.
+            errors: why it failed, in OpenAI's shape.
         """
         with contextlib.closing(_Outputs(self._files)) as outputs:
             with contextlib.closing(_connect(self._path)) as reader:  # others go on meanwhile
@@ -574,21 +585,21 @@ class BatchStore:
                     query = f"SELECT line, custom_id {LEFT} ORDER BY line"
                     for line, custom_id in reader.execute(query, (batch.number,)):
                         outputs.add(_not_run(batch, line, custom_id, end), good=False)
+            written = list(outputs.written())
             with self._change() as database:
                 query = "SELECT output_ttl_s FROM batches WHERE number = ? AND open = 1"
                 found = database.execute(query, (batch.number,)).fetchone()
                 if found is None:
                     return
-                shown = {}
-                for field, made in outputs.written():
+                shown: Json = {} if errors is None else {"errors": {"object": "list", "data": errors}}
+                for field, made in written:
                     name = f"{batch.id}_{field.removesuffix('_file_id')}.jsonl"
                     file_id = f"file-{batch.id.removeprefix('batch_')}-{field[:3]}"
                     size = os.fstat(made.descriptor).st_size
                     self._insert_file(
                         database, file_id, batch.tenant, "batch_output", name, size, float(found[0])
                     )
-                    (self._files / file_id).unlink(missing_ok=True)  # of a try that failed
-                    os.link(made.path, self._files / file_id)
+                    os.replace(made.path, self._files / file_id)  # that of a try that failed, too
                     shown[field] = file_id
                 self._enter(database, batch.id, end, set(), shown)
                 for table in ("lines", "answers"):
@@ -628,6 +639,7 @@ class _Outputs:
         """Yield each file that has lines, under the field that names it."""
         for field, made in self._made.items():
             made.append(self._held[field])
+            os.fsync(made.descriptor)
             yield field, made
 
     def close(self) -> None:

@@ -68,6 +68,8 @@ LINES: Mapping[str, tuple[Operation, Callable[[Request], Awaitable[Response]]]] 
 """The routes that a batch may be of, each with what answers it."""
 PURPOSES = ("batch", "batch_output")
 LONGEST_NAME = 255
+KEYLESS_S = 60
+"""Seconds until a line is asked again whose tenant has no key any more."""
 Seconds = Annotated[int, Field(ge=3600, le=30 * 86400)]
 
 
@@ -121,8 +123,7 @@ async def create_file(request: Request) -> dict[str, Any]:
         raise UnsupportedMediaType(
             "Send a form with 'Content-Type: multipart/form-data': 'file' and 'purpose'."
         )
-    await batches.use(tenant, lambda store: store.require_room(tenant), makes=True)
-    made = await batches.use(tenant, lambda store: store.arriving())
+    made = await _arriving(batches, tenant)
     try:
         file = _Appended(made)
         form = FormReader(request.headers.get("content-type", ""), file)
@@ -138,6 +139,18 @@ async def create_file(request: Request) -> dict[str, Any]:
         raise StorageFull(retry_after_s=60) from None
     finally:
         await asyncio.shield(in_own_thread(made.remove))
+
+
+async def _arriving(batches: Batches, tenant: str) -> Made:
+    """Make the file of an upload, completely also when the request is cancelled, so that it is removed."""
+    making = asyncio.ensure_future(batches.use(tenant, lambda store: store.arriving(tenant), makes=True))
+    try:
+        return await asyncio.shield(making)
+    except asyncio.CancelledError:
+        making.add_done_callback(
+            lambda made: None if made.cancelled() or made.exception() else made.result().remove()
+        )
+        raise
 
 
 class _Appended:
@@ -312,25 +325,26 @@ class LineAsker:
     """Asks lines of the gateway's own routes.
 
     Args:
+        keyring: the keys, among which must be the one that a line's batch was made with; None: there are none.
         bodies: budget of the bodies of lines.
-        keyring: knows the keys that batches were made with; None: there are none.
     """
 
-    def __init__(
-        self, app: FastAPI, gateway: Gateway, bodies: BodyBudget, keyring: Keyring | None = None
-    ) -> None:
+    def __init__(self, app: FastAPI, gateway: Gateway, keyring: Keyring | None, bodies: BodyBudget) -> None:
+        self._keyring = keyring
         self._app = app
         self._gateway = gateway
         self._bodies = bodies
-        self._keyring = keyring
         self._route = ErrorMiddleware(self._routed, metrics=gateway.metrics)
 
     async def __call__(self, asked: Asked) -> Answer | None:
         """Ask a line; None: it gave way to a client's request, and is to be asked again."""
         context = context_from_headers([], asked.tenant)
         state = RequestState(context)
-        if asked.key_id and self._keyring is not None:
+        if self._keyring is not None:
             state.key = self._keyring.named(asked.key_id)
+            if state.key is None:  # it was revoked or has expired; or its file is being put in place
+                code, status = Unauthorized.code, Unauthorized.status
+                return Answer(status, b"", context.request_id, code, again_s=KEYLESS_S)
         headers = [(b"content-type", b"application/json"), (b"accept", b"application/json")]
         scope: Scope = {
             "type": "http",
@@ -384,8 +398,6 @@ class LineAsker:
 
     async def _routed(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive, send)
-        if self._keyring is not None and state_of(scope).key is None:
-            raise Unauthorized("The key that this batch was made with was revoked, or has expired.")
         context_of(request).take_memory(len(await request.body()))
         response = await LINES[scope["path"]][1](request)
         await response(scope, receive, send)
