@@ -143,7 +143,7 @@ FEW = (5, 60, 130, 200)
 @pytest.mark.fault("B23")
 def test_a_few_lengths_of_each_family_are_continued_exactly(models: Path, tmp_path: Path, kind: Kind) -> None:
     """And what was changed on the way is computed."""
-    with started(kind, models, tmp_path / "store") as engine:
+    with started(kind, models, tmp_path / "store", resident=0) as engine:  # what is in memory is proved
         contexts = [saved(engine, length) for length in FEW]
         check(kind, engine, contexts, len(contexts))
         *_, last = contexts
