@@ -335,3 +335,8 @@ def test_hints_beside_a_request_are_begun_and_the_rest_is_in_a_header(relay: Fak
     assert (wrong.status_code, wrong.json()["error"]["param"].split(".")[0]) == (400, "kv_hints")
     plain = post(relay, CHAT, "/v1/chat/completions")
     assert "x-baton-kv-hints-unused" not in plain.headers
+    for kind in ("a\r\nset-cookie: b", "é", "", "x" * 65):
+        forged = post(relay, CHAT | envelope(action(kind, {})), "/v1/chat/completions")
+        assert (forged.status_code, "set-cookie" in forged.headers) == (400, False)
+    many = post(relay, CHAT | envelope(*[action("kv.evict", {})] * 64), "/v1/chat/completions")
+    assert many.headers["x-baton-kv-hints-unused"] == "kv.evict@0.1"

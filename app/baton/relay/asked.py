@@ -160,8 +160,8 @@ class KvHintAction(Closed):
     """One action of `kv_hints`, as vLLM's `KvHintAction`."""
 
     action_id: Annotated[str, Field(max_length=512)]
-    action_type: Annotated[str, Field(max_length=128)]
-    action_version: Annotated[str, Field(max_length=32)]
+    action_type: Annotated[str, Field(pattern=r"^[A-Za-z0-9._:/-]{1,64}$")]  # it may stand in a header
+    action_version: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,16}$")]
     payload: dict[str, Any]
 
 
