@@ -149,7 +149,7 @@ def test_what_is_unknown_deleted_or_another_tenant_s_is_not_found(tmp_path: Path
         assert refused(ask(mine, f"/v1/handoffs/{left}/warm")) == missing
         hint = action("kv.prefetch", {"handoff": left})
         for key in (mine, theirs):
-            told = ask(key, "/v1/handoffs/warm", envelope(hint)).json()
+            told = ask(key, "/v1/warm", envelope(hint)).json()
             assert [each["status"] for each in told["actions"]] == ["not_found"]
 
 
@@ -251,7 +251,7 @@ def keyed(gateway: FakeGateway, key: str, first: int) -> Handoff:
 
 def warm_key(gateway: FakeGateway, body: dict[str, Any]) -> httpx.Response:
     with gateway.client() as client:
-        return client.post("/v1/handoffs/warm", json=body)
+        return client.post("/v1/warm", json=body)
 
 
 def test_automatic_contexts_are_brought_by_their_key() -> None:

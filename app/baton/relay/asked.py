@@ -174,7 +174,7 @@ class KvHints(Closed):
 
 
 class WarmContexts(Closed):
-    """The body of `POST /v1/handoffs/warm`: which contexts to bring into memory."""
+    """The body of `POST /v1/warm`: which contexts to bring into memory."""
 
     model: EngineWord | None = Field(
         None, description="The only engine to bring them to; without, all that would load them."
