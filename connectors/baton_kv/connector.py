@@ -225,8 +225,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             seeds = memory.layers_like(first, self._block_size)
             layers |= {f"latent.{number}": seed for number, seed in enumerate(seeds)}
             group_of += [0] * len(seeds)
-        rows = next(iter(layers.values())).shape[0] // config.num_blocks
-        packings = packings_of(self._vllm_config, list(layers), max(1, rows))
+        packings = packings_of(self._vllm_config, layers)
         try:
             blocks = KVBlocks(
                 list(layers.values()), config.num_blocks, shard, cache_groups(config), group_of, packings
