@@ -245,9 +245,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             seeds = memory.layers_like(first, self._block_size)
             layers |= {f"latent.{number}": seed for number, seed in enumerate(seeds)}
             group_of += [0] * len(seeds)
-        rows = {layer.shape[0] // config.num_blocks for layer in layers.values()}
-        # Of blocks that differ, the fingerprint tells how they are packed.
-        packings = packings_of(self._vllm_config, list(layers), max(1, *rows)) if len(rows) == 1 else None
+        packings = packings_of(self._vllm_config, layers)
         try:
             blocks = KVBlocks(
                 list(layers.values()), config.num_blocks, shard, self._groups, group_of, packings

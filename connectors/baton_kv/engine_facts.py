@@ -346,30 +346,29 @@ def _packing(dtype: torch.dtype, specs: Sequence[Any], kv_dtype: str) -> str:
     return found[0] if len(set(found)) == 1 else " ".join(found)
 
 
-def packings_of(config: VllmConfig, names: Sequence[str], rows_a_block: int) -> Packings | None:
+def packings_of(config: VllmConfig, kv_caches: Mapping[str, torch.Tensor]) -> Packings | None:
     """Find how the layers pack keys and values, which each entry then tells; None: not as is known.
 
     The backend's own function is asked. Machines with other instructions read such entries too.
 
     Args:
-        names: the layers whose KV is moved; hidden states among them are the same everywhere.
-        rows_a_block: rows (kernel blocks) that one block of the pool is split into.
+        kv_caches: the KV tensors that are moved, by layer; hidden states among them are the same everywhere.
     """
     if not current_platform.is_cpu():
         return None
     from vllm import _custom_ops as ops
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, _get_attn_isa
 
-    tokens, kv_dtype = config.cache_config.block_size // rows_a_block, config.cache_config.cache_dtype
-    learned: dict[tuple[str, int, torch.dtype], SlabPacking] = {}
+    learned: dict[tuple[str, int, int, torch.dtype], SlabPacking] = {}
 
-    def packing(layer: Any) -> SlabPacking:
-        isa = str(_get_attn_isa(layer.dtype, tokens, layer.head_size, kv_dtype))
-        shape = (isa, layer.head_size, layer.dtype)
+    def packing(layer: Any, tokens: int) -> SlabPacking:
+        isa = str(_get_attn_isa(layer.dtype, tokens, layer.head_size, config.cache_config.cache_dtype))
+        shape = (isa, tokens, layer.head_size, layer.dtype)
 
         def write(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor) -> None:
             key_cache, value_cache = cache.view(1, 1, 2 * tokens, -1).chunk(2, dim=2)
-            ops.cpu_attn_reshape_and_cache(keys, values, key_cache, value_cache, torch.arange(tokens), isa)
+            slots = torch.arange(tokens)
+            ops.cpu_attn_reshape_and_cache(keys, values, key_cache, value_cache, slots, isa)
 
         if shape not in learned:
             learned[shape] = SlabPacking.learn(tokens, layer.head_size, layer.dtype, write)
@@ -377,7 +376,7 @@ def packings_of(config: VllmConfig, names: Sequence[str], rows_a_block: int) -> 
 
     layers = config.compilation_config.static_forward_context
     found: list[SlabPacking | None] = []
-    for name in names:
+    for name, cache in kv_caches.items():
         layer = layers.get(name)
         if layer is None:
             found.append(None)
@@ -385,8 +384,10 @@ def packings_of(config: VllmConfig, names: Sequence[str], rows_a_block: int) -> 
         impl: Any = getattr(layer, "impl", None)
         if type(impl) is not CPUAttentionBackendImpl or impl.is_fp8_kv_cache:
             return None
+        if cache.dim() != 4 or cache.shape[3] != 2 * layer.head_size or cache.dtype != layer.dtype:
+            return None
         try:
-            found.append(packing(layer))
+            found.append(packing(layer, cache.shape[2]))
         except PackingUnknown:
             return None
     return Packings.of(found)

@@ -331,7 +331,8 @@ class Resident:
     def keep(self, kept: Kept, digest: str, size: int, name: Name) -> None:
         """Have an entry found from now on, in the place of others under its key."""
         with self._lock:
-            if digest in self._kept:
+            if (there := self._kept.get(digest)) is not None:
+                there.names.add(name)
                 return
             kept.names.add(name)
             for each in [each for each in self._kept.values() if each.key == kept.key and not each.users]:

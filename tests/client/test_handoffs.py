@@ -38,6 +38,17 @@ def test_what_one_says_is_read_back(baton: Baton) -> None:
     assert baton.handoffs.messages(baton.handoffs.create("a", prompt="1 2").id).text == "1 2"
 
 
+def test_one_is_brought_into_memory(baton: Baton) -> None:
+    """Fake engines store no KV, and say so."""
+    made = baton.handoffs.create("a", prompt="1 2")
+    told = baton.handoffs.warm(made)
+    assert (told["id"], told["state"]) == (made.id, "done")
+    assert [(row["engine"], row["reason"]) for row in told["data"]] == [("a", "kv_gone"), ("same", "kv_gone")]
+    assert [row["engine"] for row in baton.handoffs.warm(made.id, model="same")["data"]] == ["same"]
+    with pytest.raises(NotFound):
+        baton.handoffs.warm("nothing")
+
+
 def test_the_engines_are_listed(baton: Baton) -> None:
     assert [each.name for each in baton.engines()] == ["a", "same", "other", "plain"]
     first = baton.engines()[0]

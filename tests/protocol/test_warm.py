@@ -149,7 +149,7 @@ def test_what_is_unknown_deleted_or_another_tenant_s_is_not_found(tmp_path: Path
         assert refused(ask(mine, f"/v1/handoffs/{left}/warm")) == missing
         hint = action("kv.prefetch", {"handoff": left})
         for key in (mine, theirs):
-            told = ask(key, "/v1/handoffs/warm", envelope(hint)).json()
+            told = ask(key, "/v1/warm", envelope(hint)).json()
             assert [each["status"] for each in told["actions"]] == ["not_found"]
 
 
@@ -251,7 +251,7 @@ def keyed(gateway: FakeGateway, key: str, first: int) -> Handoff:
 
 def warm_key(gateway: FakeGateway, body: dict[str, Any]) -> httpx.Response:
     with gateway.client() as client:
-        return client.post("/v1/handoffs/warm", json=body)
+        return client.post("/v1/warm", json=body)
 
 
 def test_automatic_contexts_are_brought_by_their_key() -> None:
@@ -335,3 +335,8 @@ def test_hints_beside_a_request_are_begun_and_the_rest_is_in_a_header(relay: Fak
     assert (wrong.status_code, wrong.json()["error"]["param"].split(".")[0]) == (400, "kv_hints")
     plain = post(relay, CHAT, "/v1/chat/completions")
     assert "x-baton-kv-hints-unused" not in plain.headers
+    for kind in ("a\r\nset-cookie: b", "é", "", "x" * 65):
+        forged = post(relay, CHAT | envelope(action(kind, {})), "/v1/chat/completions")
+        assert (forged.status_code, "set-cookie" in forged.headers) == (400, False)
+    many = post(relay, CHAT | envelope(*[action("kv.evict", {})] * 64), "/v1/chat/completions")
+    assert many.headers["x-baton-kv-hints-unused"] == "kv.evict@0.1"

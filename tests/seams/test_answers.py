@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +13,9 @@ from hypothesis import strategies as st
 pytest.importorskip("vllm")
 
 from support.scripted_engines import ScriptedGateway, run_scripted  # after the skip
+
+from baton.engines.backend import Operation
+from baton.relay.report import DIAGNOSTICS, explained_events
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
@@ -214,3 +217,37 @@ def test_hints_that_a_client_moves_from_turn_to_turn_make_no_other_conversation(
     again = [*plain, {"role": "assistant", "content": "Yes."}, last]
     shown = gateway.post(CHAT, {"messages": again, "max_tokens": 1, "handoff": {"from": left}}).json()
     assert shown["handoff"]["source"]["resent_messages"] == 2
+
+
+STREAMS: dict[Operation, tuple[str, dict[str, Any]]] = {
+    Operation.COMPLETIONS: (TEXT, {"prompt": "A", "stream_options": {"include_usage": True}}),
+    Operation.CHAT: (CHAT, {"messages": ASKED, "stream_options": {"include_usage": True}}),
+    Operation.RESPONSES: (RESPONSES, {"input": "A"}),
+    Operation.MESSAGES: (MESSAGES, {"messages": ASKED, "max_tokens": 32}),
+}
+
+
+@pytest.mark.parametrize("operation", STREAMS)
+async def test_why_a_prompt_missed_stands_once_in_each_of_vllm_s_streams(
+    gateway: ScriptedGateway, operation: Operation
+) -> None:
+    """Where its usage is, in the shape in which vLLM writes it; the rest goes on as it was."""
+    path, body = STREAMS[operation]
+    said = 'Say "choices":[] and event: message_delta'
+    gateway.says(said)
+    text = gateway.post(path, body | {"stream": True}).text
+    sent = [f"{event}\n\n" for event in text.split("\n\n") if event]
+
+    async def stream() -> AsyncIterator[str]:
+        for event in sent:
+            yield event
+
+    found = {"type": "cache_hit"}
+    got = [event async for event in explained_events(stream(), operation, lambda: found)]
+    changed = [(one, other) for one, other in zip(sent, got, strict=True) if one != other]
+    assert len(changed) == 1, (operation, sent)
+    before, after = (json.loads(event.partition("data: ")[2]) for event in changed[0])
+    held = after.get("response", after)
+    assert held.pop(DIAGNOSTICS) == found
+    assert after == before
+    assert held["usage"]

@@ -51,7 +51,7 @@ OVERRIDDEN = [
     name
     for name, member in vars(connector.BatonConnector).items()
     if callable(getattr(connector.BatonConnector, name)) and not name.startswith("_")
-    if name != "enable_moves"  # our own, for `baton_kv.extension`
+    if name not in ("enable_moves", "warm")  # our own, for `baton_kv.extension`
 ]
 
 

@@ -22,6 +22,7 @@ from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.worker_base import WorkerBase
 
+from baton_kv import engine_facts
 from baton_kv.extension import BatonWorker
 from baton_kv.joins import supported
 from baton_kv.joins.packing import AMX, PLAIN, Packings, PackingUnknown, SlabPacking
@@ -104,6 +105,44 @@ def test_this_machine_s_packing_is_one_that_is_known(dtype: torch.dtype, isa: st
     found = supported._learn(SimpleNamespace(head_size=SIZE, dtype=dtype, isa=isa), BLOCK)
     assert found.name == PLAIN
     assert learned(dtype).name in (PLAIN, AMX)
+
+
+@pytest.mark.fault("B28")
+def test_an_engine_tells_how_it_packs_only_where_all_of_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its fingerprint has the instruction set, and nobody else's entries are read."""
+    impl: Any = object.__new__(cpu_attn.CPUAttentionBackendImpl)
+    impl.is_fp8_kv_cache = False
+    layer = SimpleNamespace(impl=impl, dtype=torch.bfloat16, head_size=SIZE)
+    layers: dict[str, Any] = {"a": layer, "b": layer}
+    config: Any = SimpleNamespace(
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        compilation_config=SimpleNamespace(static_forward_context=layers),
+    )
+    cache = torch.zeros(4, HEADS, BLOCK, 2 * SIZE, dtype=torch.bfloat16)
+    caches = {"a": cache, "latent.0": torch.zeros(4, 1, BLOCK, 8), "b": cache}
+    found = engine_facts.packings_of(config, caches)
+    assert found is not None
+    assert (found.name, found.layers[1]) == (learned(torch.bfloat16).name, None)
+    assert [each.tokens for each in found.layers if each is not None] == [BLOCK, BLOCK]
+
+    def refused(**others: Any) -> bool:
+        layers["b"] = SimpleNamespace(**vars(layer) | others)
+        try:
+            return engine_facts.packings_of(config, caches) is None
+        finally:
+            layers["b"] = layer
+
+    quantised: Any = object.__new__(cpu_attn.CPUAttentionBackendImpl)
+    quantised.is_fp8_kv_cache = True
+    assert refused(impl=quantised)
+    assert refused(impl=object())
+    assert refused(head_size=32)
+    assert refused(dtype=torch.float16)
+    with monkeypatch.context() as patched:
+        patched.setattr(SlabPacking, "known", lambda *_: None)
+        assert engine_facts.packings_of(config, caches) is None
+    monkeypatch.setattr(ops, "cpu_attn_reshape_and_cache", lambda *_: None)
+    assert engine_facts.packings_of(config, caches) is None, "a backend that writes nothing where it should"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -105,7 +105,7 @@ MCP_REQUEST = MESSAGE | {
 ANSWERS = (HandoffObject, HandoffRow, HandoffList, HandoffMessages, HandoffWarm)
 HANDOFF_BODIES = {"post": "BatonNewHandoff", "patch": "BatonHandoffChanges"}
 WARM_BODIES = {
-    "/v1/handoffs/warm": "BatonWarmContexts",
+    "/v1/warm": "BatonWarmContexts",
     "/v1/handoffs/{handoff_id}/warm": "BatonWarmHandoff",
 }
 PENDING = {
@@ -291,7 +291,7 @@ def _add_schemas(openapi: dict[str, Any]) -> None:
                 for status in OPERATION_ERRORS:  # the protocol has errors of its own shape
                     content = responses[status]["content"]["application/json"]
                     content["schema"] = {"anyOf": [content["schema"], MESSAGE]}
-            if path.startswith("/v1/handoffs"):
+            if path.startswith(("/v1/handoffs", "/v1/warm")):
                 _describe_handoffs(path, method, operation)
 
 

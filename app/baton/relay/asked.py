@@ -160,8 +160,8 @@ class KvHintAction(Closed):
     """One action of `kv_hints`, as vLLM's `KvHintAction`."""
 
     action_id: Annotated[str, Field(max_length=512)]
-    action_type: Annotated[str, Field(max_length=128)]
-    action_version: Annotated[str, Field(max_length=32)]
+    action_type: Annotated[str, Field(pattern=r"^[A-Za-z0-9._:/-]{1,64}$")]  # it may stand in a header
+    action_version: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,16}$")]
     payload: dict[str, Any]
 
 
@@ -174,7 +174,7 @@ class KvHints(Closed):
 
 
 class WarmContexts(Closed):
-    """The body of `POST /v1/handoffs/warm`: which contexts to bring into memory."""
+    """The body of `POST /v1/warm`: which contexts to bring into memory."""
 
     model: EngineWord | None = Field(
         None, description="The only engine to bring them to; without, all that would load them."

@@ -203,7 +203,7 @@ class Relay:
         else:
             unused = [f"{each.action_type}@{each.action_version}" for each in hints.actions]
         if unused:
-            context.answer_headers[HINTS_HEADER] = ", ".join(unused)
+            context.answer_headers[HINTS_HEADER] = ", ".join(dict.fromkeys(unused))
 
     async def call(
         self, engine: LocalEngine, operation: Operation, body: Json, context: RequestContext

@@ -27,6 +27,7 @@ class Handoffs:
     get = blocking(routes.get_handoff)
     change = blocking(routes.change_handoff)
     messages = blocking(routes.get_messages)
+    warm = blocking(routes.warm_handoff)
 
     def list(self) -> Iterator[Handoff]:
         """Iterate over all handoffs, the newest first; pages are requested as they are needed."""
@@ -66,6 +67,7 @@ class AsyncHandoffs:
     get = awaiting(routes.get_handoff)
     change = awaiting(routes.change_handoff)
     messages = awaiting(routes.get_messages)
+    warm = awaiting(routes.warm_handoff)
 
     async def list(self) -> AsyncIterator[Handoff]:
         """Iterate over all handoffs, the newest first; pages are requested as they are needed."""

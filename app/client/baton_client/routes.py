@@ -232,6 +232,15 @@ def get_messages(handoff: Start) -> Call[ContextMessages]:
     return Call("GET", f"{_path(handoff)}/messages", lambda reply: ContextMessages.of(_json(reply)))
 
 
+def warm_handoff(handoff: Start, *, model: str | None = None) -> Call[Json]:
+    """Bring a handoff's KV into the engines' memory, while a tool runs; asked again, say how far that is.
+
+    Args:
+        model: the only engine to bring it to; None: all that would load it.
+    """
+    return Call("POST", f"{_path(handoff)}/warm", _json, chosen({"model": model}))
+
+
 def list_engines() -> Call[tuple[Engine, ...]]:
     """Return the gateway's engines: what each is good for, and does now."""
     return Call("GET", "/v1/engines", lambda reply: tuple(map(Engine.of, _json(reply)["data"])))

@@ -136,8 +136,8 @@ def host_and_target(target: bytes) -> tuple[bytes | None, bytes]:
 AUTHORITY = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]]+)(:[0-9]*)?")
 ORIGIN = re.compile(r"https?://([^/@?#\s]+)")
 EXPOSED = (
-    *("Location", "Retry-After", "X-Baton-Fallback", "X-Baton-Max-Tokens", "X-Baton-Resumed"),
-    *("X-Baton-Schema-Unheld", "X-Baton-Tools-Left-Out"),
+    *("Location", "Retry-After", "X-Baton-Fallback", "X-Baton-KV-Hints-Unused", "X-Baton-Max-Tokens"),
+    *("X-Baton-Resumed", "X-Baton-Schema-Unheld", "X-Baton-Tools-Left-Out"),
     *("X-Handoff-Id", "X-Request-Id"),
 )
 """Headers of answers that scripts of other sites may read."""

@@ -325,7 +325,7 @@ class LineAsker:
     """Asks lines of the gateway's own routes.
 
     Args:
-        keyring: the keys, among which must be the one that a line's batch was made with; None: there are none.
+        keyring: the keys, among which that of a line's batch must be; None: there are none.
         bodies: budget of the bodies of lines.
     """
 

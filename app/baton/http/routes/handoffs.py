@@ -130,7 +130,7 @@ async def _said(request: Request, gateway: Gateway, record: Handoff) -> Response
     return Response(body, media_type="application/json")
 
 
-@router.post("/v1/handoffs/warm")
+@router.post("/v1/warm")
 async def warm_contexts(request: Request) -> Response:
     """Bring automatic contexts into the engines' memory by their `prompt_cache_key`, or by `kv_hints`.
 
