@@ -27,7 +27,7 @@ from baton_geo.raster.messages import (
 )
 from baton_geo.raster.pixels.bands import choose_bands
 from baton_geo.raster.pixels.calibration import Conversion, conversion
-from baton_geo.raster.pixels.grid import Floats, Grid
+from baton_geo.raster.pixels.grid import Bytes, Floats, Grid
 from baton_geo.raster.pixels.values import PixelCheck, Scaling
 from baton_geo.raster.products.output_files import Mosaic, ProductWriter, ValueWriter
 from baton_geo.raster.products.preview import (
@@ -59,7 +59,8 @@ class Child:
     def __init__(self, sock: socket.socket, raster: int) -> None:
         self._sock, self._raster = sock, raster
         self._failure: GeoError | None = None  # of a write; sent as the answer to the next question
-        self._scores: Floats = np.empty(0, np.float32)
+        self._scores: Floats = np.empty(0, np.float32)  # as floats, and the same memory as bytes
+        self._chances: Bytes = np.empty(0, np.uint8)
 
     def serve(self) -> None:
         """Answer until the gateway closes the socket."""
@@ -67,8 +68,8 @@ class Child:
         try:
             job = self._open()
             while job is not None:
-                header, _ = receive(self._sock, self._room)
-                self._answer(job, header)
+                header, length = receive(self._sock, self._room)
+                self._answer(job, header, length)
         except (EOFError, BrokenPipeError, ConnectionResetError):
             return
 
@@ -77,6 +78,8 @@ class Child:
         request = SceneRequest.model_validate_json(header["request"])
         card = request.card
         self._scores = np.empty((card.channels, card.tile, card.tile), np.float32)
+        room = self._scores.reshape(-1).view(np.uint8)[: self._scores.size]
+        self._chances = room.reshape(self._scores.shape)
         folder = Path(header["folder"])
         try:
             sandbox.limit_resources(request.limits)
@@ -90,11 +93,12 @@ class Child:
         send(self._sock, {"info": job.info.model_dump_json()})
         return job
 
-    def _answer(self, job: SceneJob, header: dict[str, Any]) -> None:
+    def _answer(self, job: SceneJob, header: dict[str, Any], length: int) -> None:
         try:
             match header["do"]:
                 case "write":
-                    self._write(job, header["tile"])
+                    whole = length == self._scores.nbytes
+                    self._write(job, header["tile"], self._scores if whole else self._chances)
                 case "read":
                     self._raise_failure()
                     tile = job.read(header["tile"])
@@ -107,10 +111,10 @@ class Child:
         except Exception as error:  # noqa: BLE001  # as above
             self._refuse(error)
 
-    def _write(self, job: SceneJob, tile: int) -> None:
+    def _write(self, job: SceneJob, tile: int, scores: Floats | Bytes) -> None:
         """Blend a tile's scores; sends no answer, so that the gateway need not wait."""
         try:
-            job.write(tile, self._scores)
+            job.write(tile, scores)
         except Exception as error:  # noqa: BLE001  # as above
             self._failure = self._failure or _as_refusal(error)
 
@@ -125,9 +129,10 @@ class Child:
         send(self._sock, {"error": answer})
 
     def _room(self, length: int) -> memoryview:
-        if length != self._scores.nbytes:
-            raise ValueError("unexpected body")
-        return self._scores.data.cast("B")
+        for buffer in (self._scores, self._chances):
+            if length == buffer.nbytes:
+                return buffer.data.cast("B")
+        raise ValueError("unexpected body")
 
 
 def _as_refusal(error: Exception) -> GeoError:
@@ -216,8 +221,8 @@ class SceneJob:
         self._flush()
         return None
 
-    def write(self, tile: int, scores: Floats) -> None:
-        """Blend in the model's output: logits of shape (classes, tile, tile)."""
+    def write(self, tile: int, scores: Floats | Bytes) -> None:
+        """Blend in the model's output, shape (classes, tile, tile): logits, or probabilities as bytes."""
         self._mosaic.add(tile, scores)
         self._flush()
 

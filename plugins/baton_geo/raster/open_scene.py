@@ -186,9 +186,11 @@ class OpenScene:
             RuntimeError: a score is infinite or NaN.
         """
         card = self._request.card
-        if scores.shape != (card.channels, card.tile, card.tile) or scores.dtype != np.float32:
+        known = (np.float32,) if card.value is not None else (np.float32, np.uint8)
+        if scores.shape != (card.channels, card.tile, card.tile) or scores.dtype not in known:
             raise ValueError(f"scores of shape {scores.shape} and type {scores.dtype}")
-        if not np.isfinite(scores).all():
+        sound = np.isfinite(scores) if scores.dtype == np.float32 else scores.any(axis=0)
+        if not sound.all():
             raise RuntimeError("the model's scores are not finite")
         body = np.ascontiguousarray(scores).data.cast("B")
         with self._lock, self._translated():
