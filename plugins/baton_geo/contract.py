@@ -48,8 +48,8 @@ FRAMES = 64
 
 DataFormat = Literal["b64_json", "bytes", "url", "path"]
 OutDataFormat = Literal["b64_json", "path", "url"]
-Output = Literal["mask", "probabilities", "preview", "scene", "classes", "value"]
-Outputs = Annotated[tuple[Output, ...], Field(min_length=1, max_length=6, fail_fast=True)]
+Output = Literal["mask", "probabilities", "preview", "scene", "classes", "value", "embeddings"]
+Outputs = Annotated[tuple[Output, ...], Field(min_length=1, max_length=7, fail_fast=True)]
 Index = Annotated[int, Field(strict=True, ge=0, le=4095)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Numbers = Annotated[tuple[Number, ...], Field(min_length=1, max_length=INDICES, fail_fast=True)]
@@ -253,7 +253,7 @@ class GeoAnswer(ReadOnlyModel):
     Attributes:
         type: always `b64_json`, as in vLLM's reference plugin.
         data_format: always `b64_json`, as in TerraTorch.
-        format: of `data`: `tiff`, or `png` for a preview.
+        format: of `data`: `tiff`, `png` for a picture, `parquet` for a table of embeddings.
         data: the first requested output, base64.
         request_id: of the server; None offline.
         crs: of the raster, `EPSG:32630` or WKT; None: the raster has none.
@@ -270,7 +270,7 @@ class GeoAnswer(ReadOnlyModel):
 
     type: Literal["b64_json"] = "b64_json"
     data_format: Literal["b64_json"] = "b64_json"
-    format: Literal["tiff", "png"] = "tiff"
+    format: Literal["tiff", "png", "parquet"] = "tiff"
     data: str = Field(repr=False)
     request_id: str | None = None
     crs: str | None

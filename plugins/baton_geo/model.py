@@ -29,7 +29,7 @@ from vllm.multimodal.processing import (
 )
 from vllm.sequence import IntermediateTensors
 
-from baton_geo.prithvi import PrithviConfig, PrithviSegmenter, card_of, load
+from baton_geo.prithvi import PrithviConfig, PrithviEmbedder, PrithviSegmenter, card_of, load
 
 MODALITY = "image"
 PIXELS, TIMES, PLACES = "pixel_values", "temporal_coords", "location_coords"
@@ -171,7 +171,7 @@ class PrithviProcessor(BaseMultiModalProcessor[PrithviProcessingInfo]):
     PrithviProcessor, info=PrithviProcessingInfo, dummy_inputs=PrithviDummyInputs
 )
 class PrithviForSegmentation(nn.Module, IsAttentionFree, SupportsMultiModal):
-    """`PrithviSegmenter` behind vLLM's interface: one prompt is one tile, one output its scores.
+    """A Prithvi model behind vLLM's interface: a prompt is a tile, an output its probabilities or values.
 
     No exception may leave `forward`: it would kill the engine for every client. Input that could raise one is
     refused where tiles are parsed (`TileShapes`).
@@ -190,9 +190,10 @@ class PrithviForSegmentation(nn.Module, IsAttentionFree, SupportsMultiModal):
         super().__init__()
         model_config = vllm_config.model_config
         self.config = PrithviConfig.from_hf(model_config.hf_config.to_dict())
-        self.model = PrithviSegmenter(self.config)
+        alone = self.config.decoder is None
+        self.model = PrithviEmbedder(self.config) if alone else PrithviSegmenter(self.config)
         self.pooler = IdentityPooler()
-        self._values = self.config.decoder is not None and self.config.decoder.task == "regression"
+        self._values = self.config.decoder is None or self.config.decoder.task == "regression"
         self._hidden_size = model_config.get_hidden_size()
         self._dtype = model_config.dtype
 
@@ -229,8 +230,8 @@ class PrithviForSegmentation(nn.Module, IsAttentionFree, SupportsMultiModal):
 
         Returns:
             (tiles, classes, H, W) uint8 probabilities, 255 being 1; a pixel without finite scores has 0 for
-            all classes. Of a regression (tiles, 1, H, W) float32 values. In a dry run (tokens, hidden size)
-            zeros.
+            all classes. Of a regression (tiles, 1, H, W) float32 values, of an encoder alone (tiles, D, h, w)
+            float32 vectors. In a dry run (tokens, hidden size) zeros.
         """
         if pixel_values is None:
             return torch.zeros((positions.shape[-1], self._hidden_size), device=positions.device)

@@ -8,6 +8,8 @@ requests is in `scenes.py`.
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import os
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
@@ -22,6 +24,7 @@ from vllm.outputs import PoolingRequestOutput
 from vllm.plugins.io_processors.interface import IOProcessor
 from vllm.renderers import BaseRenderer
 
+from baton_geo.card import Card
 from baton_geo.contract import (
     GeoAnswer,
     GeoOptions,
@@ -45,6 +48,8 @@ Result = TypeVar("Result")
 PluginRequest = GeoRequest | UploadRequest
 CLASS_OUTPUTS = ("mask", "probabilities", "preview", "scene", "classes")
 VALUE_OUTPUTS = ("value", "preview", "scene", "classes")
+WEIGHTS = (".safetensors", ".pt", ".pth", ".bin")
+VECTOR_OUTPUTS = ("embeddings", "scene")
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,7 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
     def __init__(self, vllm_config: VllmConfig, renderer: BaseRenderer) -> None:
         super().__init__(vllm_config, renderer)
         hf_config = vllm_config.model_config.hf_config.to_dict()
-        self._card = card_of(hf_config)
+        self._card = with_fingerprint(card_of(hf_config), hf_config, vllm_config.model_config)
         self._coordinates = Coordinates(PrithviConfig.from_hf(hf_config))
         self._settings = geo_settings(vllm_config.additional_config)
         prepare_folder(self._settings.spool)
@@ -189,10 +194,12 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
             offset=options.offset,
             mask="mask" in options.outputs,
             probabilities="probabilities" in options.outputs,
-            preview=shown or "preview" in options.outputs,
+            preview=(shown and self._card.embedding is None) or "preview" in options.outputs,
             scene="scene" in options.outputs,
             classes="classes" in options.outputs,
             value="value" in options.outputs,
+            embeddings="embeddings" in options.outputs,
+            date=options.dates[0].isoformat() if options.dates else None,
         )
         try:
             scene = self._decoders.open(raster.path, asked)
@@ -208,11 +215,17 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
         return fields
 
     def _with_outputs(self, options: GeoOptions) -> GeoOptions:
-        """Refuse outputs that this kind of model does not give; a regression's `mask` is its `value`."""
-        known = CLASS_OUTPUTS
+        """Refuse outputs that this kind of model does not give.
+
+        The `mask` of a regression is its `value`, that of an encoder alone its `embeddings`.
+        """
+        known, map_ = CLASS_OUTPUTS, "mask"
         if self._card.value is not None:
-            known = VALUE_OUTPUTS
-            named = ("value" if output == "mask" else output for output in options.outputs)
+            known, map_ = VALUE_OUTPUTS, "value"
+        if self._card.embedding is not None:
+            known, map_ = VECTOR_OUTPUTS, "embeddings"
+        if map_ != "mask":
+            named = (map_ if output == "mask" else output for output in options.outputs)
             options = options.model_copy(update={"outputs": tuple(dict.fromkeys(named))})
         for output in options.outputs:
             if output not in known:
@@ -288,6 +301,25 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
         """Close a request's scene, finished or not, and remove its files."""
         for running in self._scenes.of_request(request_id):
             self._scenes.drop(running)
+
+
+def with_fingerprint(card: Card, hf_config: Mapping[str, Any], model_config: Any) -> Card:
+    """Give the card of an encoder alone the fingerprint of its configuration and weights, for its embeddings.
+
+    The weights are read where they are files here; of a model by name its revision stands for them.
+    """
+    if card.embedding is None:
+        return card
+    digest = hashlib.sha256(json.dumps(hf_config["pretrained_cfg"], sort_keys=True).encode())
+    folder = Path(str(getattr(model_config, "model", "")))
+    files = sorted(path for path in folder.glob("*") if path.suffix in WEIGHTS) if folder.is_dir() else []
+    for path in files:
+        with open(path, "rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    if not files:
+        digest.update(f"{folder} {getattr(model_config, 'revision', None)}".encode())
+    embedding = card.embedding.model_copy(update={"model": digest.hexdigest()})
+    return card.model_copy(update={"embedding": embedding})
 
 
 def _in_threads(threads: Executor, work: Callable[..., Result], *args: Any) -> asyncio.Future[Result]:

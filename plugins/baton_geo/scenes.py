@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from baton_geo.raster.messages import ClassCount, Products, SceneInfo, note
 
 SERIALS = 2**31 - 2
 """Number of serial numbers: token ids are int32, and 0 is not used."""
+PARQUET = "application/vnd.apache.parquet"
 MEDIA_TYPES = {
     "mask": "image/tiff",
     "probabilities": "image/tiff",
@@ -35,7 +36,10 @@ MEDIA_TYPES = {
     "scene": "image/png",
     "classes": "image/png",
     "value": "image/tiff",
+    "table": PARQUET,
+    "embeddings": "image/tiff",
 }
+FORMATS: dict[str, Literal["tiff", "png", "parquet"]] = {"image/png": "png", PARQUET: "parquet"}
 PIECE = 3 * 128 * 1024
 
 
@@ -222,15 +226,22 @@ class FinishedScene:
 
     def files(self) -> list[tuple[str, str, Path]]:
         """List name, media type and path of each output, in the order of the request."""
-        return [
-            (path.name, MEDIA_TYPES[output], path)
+        wanted = [
+            product
             for output in self.running.options.outputs
-            if (path := getattr(self.products, output)) is not None
+            for product in (("table", output) if output == "embeddings" else (output,))
+        ]
+        return [
+            (path.name, MEDIA_TYPES[product], path)
+            for product in wanted
+            if (path := getattr(self.products, product)) is not None
         ]
 
     def describe(self) -> tuple[str, tuple[str, Path] | None]:
         """Describe the areas in one line; with media type and path of the preview, if there is one."""
         values = self._values()
+        if self.products.table is not None:
+            return "A vector for each patch of the scene.", None
         words = (
             f"Areas: {', '.join(_area(area) for area in self.products.areas)}."
             if values is None
@@ -257,7 +268,7 @@ class FinishedScene:
             for value, area in enumerate(self.products.areas)
         )
         return GeoAnswer(
-            format="png" if kind == "image/png" else "tiff",
+            format=FORMATS.get(kind, "tiff"),
             data=_text(first),
             request_id=self.running.request_id,
             crs=info.crs,

@@ -29,6 +29,7 @@ from baton_geo.raster.pixels.bands import choose_bands
 from baton_geo.raster.pixels.calibration import Conversion, conversion
 from baton_geo.raster.pixels.grid import Bytes, Floats, Grid
 from baton_geo.raster.pixels.values import PixelCheck, Scaling
+from baton_geo.raster.products.embeddings import EmbeddingWriter
 from baton_geo.raster.products.output_files import Mosaic, ProductWriter, ValueWriter
 from baton_geo.raster.products.preview import (
     LONGEST,
@@ -77,7 +78,7 @@ class Child:
         header, _ = receive(self._sock, self._room)
         request = SceneRequest.model_validate_json(header["request"])
         card = request.card
-        self._scores = np.empty((card.channels, card.tile, card.tile), np.float32)
+        self._scores = np.empty(card.output, np.float32)
         room = self._scores.reshape(-1).view(np.uint8)[: self._scores.size]
         self._chances = room.reshape(self._scores.shape)
         folder = Path(header["folder"])
@@ -184,15 +185,19 @@ class SceneJob:
         self._check_sample(choice.bands, line)
         self._check = self._new_check(line)
         self._scaling = Scaling(card, line)
-        self._grid = Grid(source.width, source.height, card.tile, card.overlap)
+        alone = card.embedding is not None
+        self._grid = Grid(source.width, source.height, card.tile, card.overlap, side_by_side=alone)
         sample = Sample(source.width, source.height, LONGEST)
         self._thumbnail = Thumbnail(
             sample, rgb_bands(card) if request.preview or request.scene else (), source.dtype
         )
         self._rows = Rows(source, choice.bands, self._check, self._thumbnail)
         self._unread = [len(self._grid.xs)] * len(self._grid.ys)
-        self._mosaic = Mosaic(self._grid, card.channels, scores=card.value is None)
+        self._mosaic = Mosaic(self._grid, 0 if alone else card.channels, scores=card.value is None)
         size = source.width, source.height
+        self._embeddings = (
+            EmbeddingWriter(folder, request, source.place, self._grid, source.acquired) if alone else None
+        )
         self._products: ProductWriter | ValueWriter = (
             ProductWriter(folder, request, source.place, size, sample)
             if card.value is None
@@ -216,6 +221,8 @@ class SceneJob:
         raw, valid = self._rows.tile(y, x, side, keep)
         self._unread[row] -= 1
         if valid.any():
+            if self._embeddings is not None:
+                self._embeddings.expect(tile, valid)
             return self._scaling.tile(raw, valid, side)
         self._mosaic.skip(tile)
         self._flush()
@@ -223,7 +230,11 @@ class SceneJob:
 
     def write(self, tile: int, scores: Floats | Bytes) -> None:
         """Blend in the model's output, shape (classes, tile, tile): logits, or probabilities as bytes."""
-        self._mosaic.add(tile, scores)
+        if self._embeddings is not None:
+            self._embeddings.write(tile, np.asarray(scores, np.float32))
+            self._mosaic.skip(tile)
+        else:
+            self._mosaic.add(tile, scores)
         self._flush()
 
     def finish(self) -> Tally:
@@ -238,7 +249,8 @@ class SceneJob:
         self._check.judge_unit(scale_said=scale_said)
         notes = self._check.notes(scale_said=scale_said, offset_said=self._offset_said)
         del self._rows, self._mosaic  # frees their memory for the rest
-        tally = self._products.finish((*self._source.notes, *notes))
+        every = (*self._source.notes, *notes)
+        tally = self._products.finish(every) if self._embeddings is None else self._embeddings.finish(every)
         card, classes, areas = self._request.card, self._products.thumbnail, tally.areas
         if card.value is not None:
             card, classes, areas = binned(card, classes)
@@ -253,7 +265,11 @@ class SceneJob:
 
     def _flush(self) -> None:
         for top, probabilities in self._mosaic.finished():
-            self._products.write(top, probabilities, self._rows.valid(top, len(probabilities)))
+            valid = self._rows.valid(top, len(probabilities))
+            if self._embeddings is None:
+                self._products.write(top, probabilities, valid)
+            else:
+                self._embeddings.nodata_pixels += int(valid.size - np.count_nonzero(valid))
 
     def _new_check(self, line: Conversion) -> PixelCheck:
         source, card = self._source, self._request.card

@@ -29,6 +29,7 @@ NoteCode = Literal[
 """The kinds of notes; the README says what each means."""
 MASK, PROBABILITIES, PREVIEW = "mask.tif", "probabilities.tif", "preview.png"  # in the request's folder
 SCENE, CLASSES, VALUE = "scene.png", "classes.png", "value.tif"
+TABLE, EMBEDDINGS = "embeddings.parquet", "embeddings.tif"
 LENGTHS = struct.Struct("<II")
 STATUS = struct.Struct("<i")  # the wait status of an ended child, which the fork server sends
 HEADER_LIMIT = 8 * 1024 * 1024
@@ -60,6 +61,8 @@ class SceneRequest(Message):
         scene: whether to write a picture of the scene alone.
         classes: whether to write a picture of the classes alone.
         value: whether to write the values of a regression.
+        embeddings: whether to write the embeddings of an encoder alone.
+        date: of the request, ISO 8601; None: the file's.
     """
 
     card: Card
@@ -73,6 +76,8 @@ class SceneRequest(Message):
     scene: bool = False
     classes: bool = False
     value: bool = False
+    embeddings: bool = False
+    date: str | None = None
 
 
 class SceneInfo(Message):
@@ -153,10 +158,14 @@ class Products(Tally):
         scene: PNG of the scene without the classes.
         classes: PNG of the classes without the scene, of the same size.
         value: GeoTIFF with one band of float32, the value of each pixel; NaN is nodata.
+        table: GeoParquet, a row a tile.
+        embeddings: GeoTIFF of a pixel per patch, a band of int8 per number of its vector; -128 is nodata.
     """
 
     mask: Path | None = None
     value: Path | None = None
+    table: Path | None = None
+    embeddings: Path | None = None
     probabilities: Path | None = None
     preview: Path | None = None
     scene: Path | None = None

@@ -24,11 +24,13 @@ import numpy.typing as npt
 from baton_geo.errors import DecoderBusy, GeoError, RasterBroken, RasterTooLarge
 from baton_geo.raster.messages import (
     CLASSES,
+    EMBEDDINGS,
     MASK,
     PREVIEW,
     PROBABILITIES,
     SCENE,
     STATUS,
+    TABLE,
     VALUE,
     Products,
     SceneInfo,
@@ -186,8 +188,8 @@ class OpenScene:
             RuntimeError: a score is infinite or NaN.
         """
         card = self._request.card
-        known = (np.float32,) if card.value is not None else (np.float32, np.uint8)
-        if scores.shape != (card.channels, card.tile, card.tile) or scores.dtype not in known:
+        known = (np.float32, np.uint8) if card.classes else (np.float32,)
+        if scores.shape != card.output or scores.dtype not in known:
             raise ValueError(f"scores of shape {scores.shape} and type {scores.dtype}")
         sound = np.isfinite(scores) if scores.dtype == np.float32 else scores.any(axis=0)
         if not sound.all():
@@ -215,6 +217,8 @@ class OpenScene:
             return Products(
                 mask=self._product(MASK) if self._request.mask else None,
                 value=self._product(VALUE) if self._request.value else None,
+                table=self._product(TABLE) if self._request.embeddings else None,
+                embeddings=self._product(EMBEDDINGS) if self._request.embeddings else None,
                 probabilities=self._product(PROBABILITIES) if self._request.probabilities else None,
                 preview=self._product(PREVIEW) if self._request.preview else None,
                 scene=self._product(SCENE) if self._request.scene else None,

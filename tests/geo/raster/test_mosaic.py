@@ -120,6 +120,7 @@ def test_probabilities_may_come_as_bytes(decoders: Decoders, tmp_path: Path) -> 
     assert (masks[0] != masks[1]).mean() < 1e-4
 
 
+@pytest.mark.fault("F14")
 def test_scores_that_are_not_finite_are_noticed_in_bytes(decoders: Decoders, tmp_path: Path) -> None:
     """The engine gives a pixel without finite scores 0 for every class."""
     path = write_tiff(tmp_path / "a.tif", np.ones((1, 32, 32), np.float32))

@@ -161,13 +161,13 @@ class CloudOptimized:
     def write(self, top: int, rows: npt.NDArray[Any]) -> None:
         """Write rows from `top` on: shape (bands, rows, width)."""
         window = Window(0, top, rows.shape[2], rows.shape[1])
-        with _write_errors():
+        with write_errors():
             self.dataset.write(rows, window=window)
 
     def finish(self, resampling: str) -> None:
         """Write the final file with overviews made by `resampling`."""
         options = {"compress": "DEFLATE", "level": LEVEL, "blocksize": BLOCK, "bigtiff": "IF_SAFER"}
-        with _write_errors():
+        with write_errors():
             self.dataset.close()
             copy(self._draft, self._path, driver="COG", overview_resampling=resampling, **options)
             self._draft.unlink()
@@ -292,7 +292,7 @@ def _numbered(notes: Sequence[str]) -> dict[str, str]:
 
 
 @contextmanager
-def _write_errors() -> Iterator[None]:
+def write_errors() -> Iterator[None]:
     """Translate errors of writing: they are not the raster's fault."""
     try:
         yield
