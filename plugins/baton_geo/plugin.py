@@ -46,7 +46,7 @@ Result = TypeVar("Result")
 
 
 PluginRequest = GeoRequest | UploadRequest
-CLASS_OUTPUTS = ("mask", "probabilities", "preview", "scene", "classes")
+CLASS_OUTPUTS: tuple[str, ...] = ("mask", "probabilities", "preview", "scene", "classes")
 VALUE_OUTPUTS = ("value", "preview", "scene", "classes")
 WEIGHTS = (".safetensors", ".pt", ".pth", ".bin")
 VECTOR_OUTPUTS = ("embeddings", "scene")

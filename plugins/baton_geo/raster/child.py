@@ -251,9 +251,11 @@ class SceneJob:
         del self._rows, self._mosaic  # frees their memory for the rest
         every = (*self._source.notes, *notes)
         tally = self._products.finish(every) if self._embeddings is None else self._embeddings.finish(every)
-        card, classes, areas = self._request.card, self._products.thumbnail, tally.areas
+        card, areas = self._request.card, tally.areas
         if card.value is not None:
-            card, classes, areas = binned(card, classes)
+            card, classes, areas = binned(card, self._products.thumbnail)
+        else:
+            classes = np.asarray(self._products.thumbnail, np.uint8)
         if self._request.preview:
             draw_preview(card, self._thumbnail, classes, areas).save(self._folder / PREVIEW, optimize=True)
         if self._request.scene:

@@ -67,7 +67,7 @@ class EmbeddingWriter:
         rows, columns = (-(-side // patch) for side in valid.shape)
         padded = np.zeros((rows * patch, columns * patch), np.bool_)
         padded[: valid.shape[0], : valid.shape[1]] = valid
-        self._awaited[tile] = padded.reshape(rows, patch, columns, patch).any(axis=(1, 3))
+        self._awaited[tile] = np.asarray(padded.reshape(rows, patch, columns, patch).any(axis=(1, 3)))
 
     def write(self, tile: int, vectors: Floats) -> None:
         """Take the vectors of a tile, shape (width, rows, columns)."""
@@ -101,9 +101,10 @@ class EmbeddingWriter:
         if self._place.crs is None:
             return None
         try:
-            return CRS.from_user_input(self._place.crs).to_dict(projjson=True)
+            described: dict[str, Any] = CRS.from_user_input(self._place.crs).to_dict(projjson=True)
         except CRSError:
             return None
+        return described
 
     def _write_raster(self, notes: Sequence[str]) -> None:
         height, width = self._shape

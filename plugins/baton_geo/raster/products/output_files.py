@@ -78,8 +78,8 @@ class Mosaic:
         if inner.dtype == np.uint8:
             probabilities = np.multiply(inner, shares / np.float32(255), dtype=np.float32)
         else:
-            probabilities = softmax(inner) if self._scores else inner.copy()
-            probabilities *= shares
+            floats = np.asarray(inner, np.float32)
+            probabilities = (softmax(floats) if self._scores else floats) * shares
         y, x = self._grid.ys[row] - self._top, self._grid.xs[column]
         self._make_room(y + len(down))
         self._sums[y : y + len(down), :, x : x + len(across)] += probabilities.transpose(1, 0, 2)
