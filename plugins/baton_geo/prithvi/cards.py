@@ -206,7 +206,8 @@ def _bands(
     of_reflectance = bool(optical) and max(optical) <= BRIGHTEST and plain
     unit: dict[str, Any] = {"scale": scale, "float_scale": scale}
     if of_reflectance:
-        unit = {"scale": REFLECTANCE_SCALE, "float_scale": 1.0, "valid_range": SANE}
+        whole = REFLECTANCE_SCALE if scale == 1 else scale
+        unit = {"scale": whole, "float_scale": 1.0, "valid_range": SANE}
     sar = SAR & {name.partition("_")[0] for name in names}
     bands = tuple(
         Band(
@@ -241,8 +242,7 @@ def _flat(value: Any, data: Mapping[str, Any], key: str) -> Sequence[Any]:
 
 
 def _tiles(config: PrithviConfig, held: Mapping[str, Any], task: Mapping[str, Any]) -> tuple[int, int]:
-    """Find the side of a tile and the overlap: of the tiled inference, else of the declared input, else of
-    the model."""
+    """Find side and overlap of tiles: of the tiled inference, the declared input, or the model."""
     tiled = table_of(task, "tiled_inference_parameters")
     sides = {tiled.get(key, tiled.get("crop")) for key in ("h_crop", "w_crop")} - {None}
     steps = {tiled.get(key, tiled.get("stride")) for key in ("h_stride", "w_stride")} - {None}
