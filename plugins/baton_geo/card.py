@@ -69,6 +69,20 @@ class MapValue(ReadOnlyModel):
     offset: float = 0.0
 
 
+class Embedding(ReadOnlyModel):
+    """What an encoder alone gives: a vector for each patch.
+
+    Attributes:
+        patch: side of a patch, pixels.
+        width: numbers of a vector.
+        model: fingerprint of configuration and weights; empty until the plugin has started.
+    """
+
+    patch: int = Field(ge=1)
+    width: int = Field(ge=1)
+    model: str = ""
+
+
 class Card(ReadOnlyModel):
     """The rasters that one model takes and the masks or values it gives.
 
@@ -76,6 +90,7 @@ class Card(ReadOnlyModel):
         bands: in the order the model takes them.
         classes: in the order of the model's output channels; none for a regression or an encoder alone.
         value: what a regression model gives; None: it is none.
+        embedding: what an encoder alone gives, told by the model's configuration; None: it has a decoder.
         frames: time steps; a file then holds all bands of the first step, then of the second, ...
         tile: height and width of the model's tiles, pixels.
         overlap: pixels that two neighbouring tiles share; they are blended.
@@ -92,6 +107,7 @@ class Card(ReadOnlyModel):
     bands: tuple[Band, ...] = Field(min_length=1)
     classes: tuple[ClassLabel, ...] = Field((), max_length=250)
     value: MapValue | None = None
+    embedding: Embedding | None = None
     frames: int = Field(1, ge=1, le=64)
     tile: int = Field(ge=16, le=2048)
     overlap: int = Field(ge=0)
@@ -104,9 +120,17 @@ class Card(ReadOnlyModel):
     mask_nodata: int = Field(255, ge=0, le=255)
 
     @property
+    def output(self) -> tuple[int, int, int]:
+        """The shape of the model's output for a tile: a score per class, one value, or a vector per patch."""
+        if self.embedding is not None:
+            side = self.tile // self.embedding.patch
+            return self.embedding.width, side, side
+        return len(self.classes) or 1, self.tile, self.tile
+
+    @property
     def channels(self) -> int:
-        """The number of the model's output channels: a score per class, or one value."""
-        return len(self.classes) or 1
+        """The number of the model's output channels."""
+        return self.output[0]
 
     @property
     def own_units(self) -> tuple[bool, ...]:
@@ -137,6 +161,8 @@ class Card(ReadOnlyModel):
             raise ValueError("classes: at least 2")
         if self.classes and self.value is not None:
             raise ValueError("value: a model of classes has none")
+        if self.embedding is not None and (self.tile % self.embedding.patch or self.overlap):
+            raise ValueError("tile: must be a multiple of the patch, and overlap 0, for an encoder alone")
         if any(band.valid_range is not None and band.scale is None for band in self.bands):
             raise ValueError("bands: a `valid_range` of a band needs a `scale` of its own")
         if self.mask_nodata < len(self.classes):

@@ -51,11 +51,22 @@ ASSET_NAME = 128
 DataFormat = Literal["b64_json", "bytes", "url", "path"]
 OutDataFormat = Literal["b64_json", "path", "url"]
 Output = Literal[
-    "mask", "probabilities", "preview", "scene", "classes", "polygons", "geopackage", "style", "item", "value"
+    "mask",
+    "probabilities",
+    "preview",
+    "scene",
+    "classes",
+    "polygons",
+    "geopackage",
+    "style",
+    "item",
+    "value",
+    "embeddings",
 ]
-Outputs = Annotated[tuple[Output, ...], Field(min_length=1, max_length=10, fail_fast=True)]
+Outputs = Annotated[tuple[Output, ...], Field(min_length=1, max_length=11, fail_fast=True)]
 LASTING: tuple[Output, ...] = ("mask", "probabilities", "preview", "polygons", "geopackage", "style", "item")
 LASTING_VALUES: tuple[Output, ...] = ("value", "preview")
+LASTING_VECTORS: tuple[Output, ...] = ("embeddings",)
 """Outputs of a request without `outputs` whose files last; see `GeoProcessor.for_files`."""
 Index = Annotated[int, Field(strict=True, ge=0, le=4095)]
 Pixel = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]
@@ -344,7 +355,8 @@ class GeoAnswer(ReadOnlyModel):
     Attributes:
         type: always `b64_json`, as in vLLM's reference plugin.
         data_format: always `b64_json`, as in TerraTorch.
-        format: of `data`: `tiff`, or what it is called of others, as `png` of a preview.
+        format: of `data`: `tiff`, or what it is called of others, as `png` of a preview and `parquet` of a
+            table of embeddings.
         data: the first requested output, base64.
         request_id: of the server; None offline.
         crs: of the raster, `EPSG:32630` or WKT; None: the raster has none.
@@ -363,7 +375,7 @@ class GeoAnswer(ReadOnlyModel):
 
     type: Literal["b64_json"] = "b64_json"
     data_format: Literal["b64_json"] = "b64_json"
-    format: Literal["tiff", "png", "geojson", "gpkg", "qml", "json"] = "tiff"
+    format: Literal["tiff", "png", "geojson", "gpkg", "qml", "json", "parquet"] = "tiff"
     data: str = Field(repr=False)
     request_id: str | None = None
     crs: str | None

@@ -29,7 +29,7 @@ from vllm.multimodal.processing import (
 )
 from vllm.sequence import IntermediateTensors
 
-from baton_geo.prithvi import PrithviConfig, PrithviSegmenter, card_of, load
+from baton_geo.prithvi import PrithviConfig, PrithviEmbedder, PrithviSegmenter, card_of, load
 
 MODALITY = "image"
 PIXELS, TIMES, PLACES = "pixel_values", "temporal_coords", "location_coords"
@@ -171,7 +171,7 @@ class PrithviProcessor(BaseMultiModalProcessor[PrithviProcessingInfo]):
     PrithviProcessor, info=PrithviProcessingInfo, dummy_inputs=PrithviDummyInputs
 )
 class PrithviForSegmentation(nn.Module, IsAttentionFree, SupportsMultiModal):
-    """`PrithviSegmenter` behind vLLM's interface: one prompt is one tile, one output its scores.
+    """A Prithvi model behind vLLM's interface: a prompt is a tile, an output its probabilities or values.
 
     No exception may leave `forward`: it would kill the engine for every client. Input that could raise one is
     refused where tiles are parsed (`TileShapes`).
@@ -190,8 +190,10 @@ class PrithviForSegmentation(nn.Module, IsAttentionFree, SupportsMultiModal):
         super().__init__()
         model_config = vllm_config.model_config
         self.config = PrithviConfig.from_hf(model_config.hf_config.to_dict())
-        self.model = PrithviSegmenter(self.config)
+        alone = self.config.decoder is None
+        self.model = PrithviEmbedder(self.config) if alone else PrithviSegmenter(self.config)
         self.pooler = IdentityPooler()
+        self._values = self.config.decoder is None or self.config.decoder.task == "regression"
         self._hidden_size = model_config.get_hidden_size()
         self._dtype = model_config.dtype
 
@@ -216,7 +218,7 @@ class PrithviForSegmentation(nn.Module, IsAttentionFree, SupportsMultiModal):
         location_coords: Tensor | None = None,
         **kwargs: object,
     ) -> Tensor:
-        """Compute the class scores of every tile of the step.
+        """Compute the classes' probabilities, or the values, of every tile of the step.
 
         Args:
             input_ids: (tokens,): one per tile.
@@ -227,12 +229,17 @@ class PrithviForSegmentation(nn.Module, IsAttentionFree, SupportsMultiModal):
             location_coords: (tiles, 2) [latitude, longitude] for models that encode place.
 
         Returns:
-            (tiles, classes, H, W) float32 logits; in a dry run (tokens, hidden size) zeros.
+            (tiles, classes, H, W) uint8 probabilities, 255 being 1; a pixel without finite scores has 0 for
+            all classes. Of a regression (tiles, 1, H, W) float32 values, of an encoder alone (tiles, D, h, w)
+            float32 vectors. In a dry run (tokens, hidden size) zeros.
         """
         if pixel_values is None:
             return torch.zeros((positions.shape[-1], self._hidden_size), device=positions.device)
         scores: Tensor = self.model(pixel_values.to(self._dtype), temporal_coords, location_coords)
-        return scores.float()
+        if self._values:
+            return scores.float()
+        chances = scores.float().softmax(dim=1).nan_to_num(nan=0.0)
+        return chances.mul_(255).add_(0.5).to(torch.uint8)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         return {f"model.{name}" for name in load(self.model, weights)}

@@ -8,6 +8,8 @@ requests is in `scenes.py`.
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import os
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
@@ -22,9 +24,11 @@ from vllm.outputs import PoolingRequestOutput
 from vllm.plugins.io_processors.interface import IOProcessor
 from vllm.renderers import BaseRenderer
 
+from baton_geo.card import Card
 from baton_geo.contract import (
     LASTING,
     LASTING_VALUES,
+    LASTING_VECTORS,
     AnyGeoRequest,
     GeoAnswer,
     GeoOptions,
@@ -48,8 +52,10 @@ Result = TypeVar("Result")
 
 PluginRequest = AnyGeoRequest | UploadRequest
 Raster = Spooled | Inputs
-CLASS_OUTPUTS = tuple(output for output in FILES if output != "value")
+CLASS_OUTPUTS: tuple[str, ...] = tuple(output for output in FILES if output not in ("value", "embeddings"))
 VALUE_OUTPUTS = ("value", "preview", "scene", "classes")
+WEIGHTS = (".safetensors", ".pt", ".pth", ".bin")
+VECTOR_OUTPUTS = ("embeddings", "scene")
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,7 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
     def __init__(self, vllm_config: VllmConfig, renderer: BaseRenderer) -> None:
         super().__init__(vllm_config, renderer)
         hf_config = vllm_config.model_config.hf_config.to_dict()
-        self._card = card_of(hf_config)
+        self._card = with_fingerprint(card_of(hf_config), hf_config, vllm_config.model_config)
         self._coordinates = Coordinates(PrithviConfig.from_hf(hf_config))
         self._settings = geo_settings(vllm_config.additional_config)
         prepare_folder(self._settings.spool)
@@ -109,7 +115,8 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
 
     def for_files(self, data: PluginRequest) -> PluginRequest:
         """Ask for every output that lasts, if the request names none."""
-        wider = {"outputs": LASTING if self._card.value is None else LASTING_VALUES}
+        lasting = LASTING if self._card.value is None else LASTING_VALUES
+        wider = {"outputs": lasting if self._card.embedding is None else LASTING_VECTORS}
         if isinstance(data, UploadRequest):
             named = "outputs" in data.options.model_fields_set
             return data if named else UploadRequest(data.file, data.options.model_copy(update=wider))
@@ -212,6 +219,7 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
             raster.close()
             raise
         inputs = raster if isinstance(raster, Inputs) else None
+        preview = (shown and self._card.embedding is None) or "preview" in options.outputs
         asked = SceneRequest(
             card=self._card,
             limits=self._settings.limits,
@@ -224,7 +232,8 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
             offset=options.offset,
             sieve=options.sieve,
             name=request_id,
-            **{output: output in options.outputs or (shown and output == "preview") for output in FILES},
+            date=options.dates[0].isoformat() if options.dates else None,
+            **{output: output in options.outputs for output in FILES} | {"preview": preview},
         )
         try:
             paths = raster.path if isinstance(raster, Spooled) else raster.paths
@@ -241,11 +250,17 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
         return fields
 
     def _with_outputs(self, options: GeoOptions) -> GeoOptions:
-        """Refuse outputs that this kind of model does not give; a regression's `mask` is its `value`."""
-        known = CLASS_OUTPUTS
+        """Refuse outputs that this kind of model does not give.
+
+        The `mask` of a regression is its `value`, that of an encoder alone its `embeddings`.
+        """
+        known, map_ = CLASS_OUTPUTS, "mask"
         if self._card.value is not None:
-            known = VALUE_OUTPUTS
-            named = ("value" if output == "mask" else output for output in options.outputs)
+            known, map_ = VALUE_OUTPUTS, "value"
+        if self._card.embedding is not None:
+            known, map_ = VECTOR_OUTPUTS, "embeddings"
+        if map_ != "mask":
+            named = (map_ if output == "mask" else output for output in options.outputs)
             options = options.model_copy(update={"outputs": tuple(dict.fromkeys(named))})
         for output in options.outputs:
             if output not in known:
@@ -321,6 +336,25 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
         """Close a request's scene, finished or not, and remove its files."""
         for running in self._scenes.of_request(request_id):
             self._scenes.drop(running)
+
+
+def with_fingerprint(card: Card, hf_config: Mapping[str, Any], model_config: Any) -> Card:
+    """Give the card of an encoder alone the fingerprint of its configuration and weights, for its embeddings.
+
+    The weights are read where they are files here; of a model by name its revision stands for them.
+    """
+    if card.embedding is None:
+        return card
+    digest = hashlib.sha256(json.dumps(hf_config["pretrained_cfg"], sort_keys=True).encode())
+    folder = Path(str(getattr(model_config, "model", "")))
+    files = sorted(path for path in folder.glob("*") if path.suffix in WEIGHTS) if folder.is_dir() else []
+    for path in files:
+        with open(path, "rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    if not files:
+        digest.update(f"{folder} {getattr(model_config, 'revision', None)}".encode())
+    embedding = card.embedding.model_copy(update={"model": digest.hexdigest()})
+    return card.model_copy(update={"embedding": embedding})
 
 
 def _in_threads(threads: Executor, work: Callable[..., Result], *args: Any) -> asyncio.Future[Result]:

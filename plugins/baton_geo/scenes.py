@@ -24,13 +24,19 @@ from baton_geo.card import MapValue
 from baton_geo.contract import ClassArea, Fetched, GeoAnswer, GeoFile, GeoOptions, ValueRange
 from baton_geo.errors import RequestInvalid
 from baton_geo.prithvi import PrithviConfig
-from baton_geo.raster.messages import FILES, ClassCount, Products, SceneInfo, note
+from baton_geo.raster.messages import FILES, PARQUET, ClassCount, Products, SceneInfo, note
 
 SERIALS = 2**31 - 2
 """Number of serial numbers: token ids are int32, and 0 is not used."""
 FORMATS: dict[str, Any] = {
-    ".tif": "tiff", ".png": "png", ".geojson": "geojson", ".gpkg": "gpkg", ".qml": "qml", ".json": "json"
-}  # fmt: skip
+    ".tif": "tiff",
+    ".png": "png",
+    ".geojson": "geojson",
+    ".gpkg": "gpkg",
+    ".qml": "qml",
+    ".json": "json",
+    ".parquet": "parquet",
+}
 PIECE = 3 * 128 * 1024
 
 
@@ -221,15 +227,23 @@ class FinishedScene:
 
     def files(self) -> list[tuple[str, str, Path]]:
         """List name, media type and path of each output, in the order of the request."""
-        return [
-            (path.name, FILES[output][1], path)
+        kinds = {output: kind for output, (_, kind) in FILES.items()} | {"table": PARQUET}
+        wanted = [
+            product
             for output in self.running.options.outputs
-            if (path := getattr(self.products, output)) is not None
+            for product in (("table", output) if output == "embeddings" else (output,))
+        ]
+        return [
+            (path.name, kinds[product], path)
+            for product in wanted
+            if (path := getattr(self.products, product)) is not None
         ]
 
     def describe(self) -> tuple[str, tuple[str, Path] | None]:
         """Describe the areas in one line; with media type and path of the preview, if there is one."""
         values = self._values()
+        if self.products.table is not None:
+            return "A vector for each patch of the scene.", None
         words = (
             f"Areas: {', '.join(_area(area) for area in self.products.areas)}."
             if values is None

@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 import rasterio
 import torch
-from geo.prithvi.published import REGRESSION
+from geo.prithvi.published import REGRESSION, SIX
 from geo.raster.made import write_tiff
 from geo.sources.hosts import left
 
 from baton_geo.contract import GeoAnswer
 from baton_geo.errors import RequestInvalid
-from baton_geo.plugin import GeoProcessor
+from baton_geo.plugin import GeoProcessor, with_fingerprint
+from baton_geo.prithvi import card_of
 from training.flood_tiny.predict import SHIPPED
 
 Start = Callable[..., GeoProcessor]
@@ -131,6 +132,7 @@ def test_a_regressions_answer_is_its_values(start: Start, tmp_path: Path) -> Non
             assert file.dtypes == ("float32",)
 
 
+@pytest.mark.fault("F16")
 @pytest.mark.parametrize(("of_values", "output"), [(True, "probabilities"), (False, "value")])
 def test_an_output_of_the_other_kind_is_refused(
     start: Start, tmp_path: Path, of_values: bool, output: str
@@ -143,3 +145,50 @@ def test_an_output_of_the_other_kind_is_refused(
     with pytest.raises(RequestInvalid, match=f"data.outputs: {output} is not among what this model gives"):
         processor.pre_process(processor.parse_data(request))
     assert left(tmp_path / "spool") == []
+
+
+def encoder() -> dict[str, Any]:
+    """A published pre-trained model's config.json, narrow."""
+    sizes = {"img_size": 32, "num_frames": 1, "patch_size": [1, 8, 8], "in_chans": 6, "embed_dim": 32}
+    numbers = {"bands": SIX, "mean": [1000.0] * 6, "std": [500.0] * 6, "coords_encoding": []}
+    return {"pretrained_cfg": sizes | {"depth": 2, "num_heads": 2} | numbers}
+
+
+def test_an_encoder_alone_gives_embeddings(start: Start, tmp_path: Path) -> None:
+    """Table and raster, whatever is asked for; with a fingerprint that follows configuration and weights."""
+    processor = start(tmp_path, encoder())
+    path = write_tiff(tmp_path / "a.tif", np.full((6, 40, 64), 1500, "int16"), tuple(SIX))
+    for asked in ({}, {"outputs": ["embeddings"]}):
+        request = {"data": path.read_bytes(), "data_format": "bytes", **asked}
+        prompts = processor.pre_process(processor.parse_data(request))
+        assert len(prompts) == 4
+        made: Any = SimpleNamespace(data=torch.randn(32, 4, 4))
+        outputs_: Any = [
+            SimpleNamespace(prompt_token_ids=prompt["prompt_token_ids"], outputs=made) for prompt in prompts
+        ]
+        answer = processor.post_process(outputs_)
+        assert (answer.format, answer.classes, answer.value) == ("parquet", (), None)
+        assert base64.b64decode(answer.data).startswith(b"PAR1")
+        (raster,) = answer.files
+        with rasterio.MemoryFile(base64.b64decode(raster.data)) as memory, memory.open() as file:
+            assert (file.count, file.width, file.height) == (32, 8, 5)
+            assert len(file.tags()["MODEL"]) == 64
+
+
+def test_a_fingerprint_follows_configuration_and_weights(tmp_path: Path) -> None:
+    """Another weight or another size is another model."""
+    config = encoder()
+
+    def fingerprint(described: dict[str, Any]) -> str:
+        card = with_fingerprint(card_of(described), described, SimpleNamespace(model=str(tmp_path)))
+        assert card.embedding is not None
+        return card.embedding.model
+
+    (tmp_path / "model.safetensors").write_bytes(b"one")
+    first = fingerprint(config)
+    assert fingerprint(config) == first
+    (tmp_path / "model.safetensors").write_bytes(b"two")
+    assert fingerprint(config) != first
+    deeper = {"pretrained_cfg": config["pretrained_cfg"] | {"depth": 3}}
+    (tmp_path / "model.safetensors").write_bytes(b"one")
+    assert fingerprint(deeper) != first

@@ -109,6 +109,7 @@ def test_a_wrong_number_of_dates_is_refused() -> None:
     assert caught.value.param == "data.dates"
 
 
+@pytest.mark.fault("F16")
 def test_what_nobody_says_is_left_out_with_a_note() -> None:
     """Published clients send neither; of several time steps the file's one date is not enough."""
     fields, notes = coordinates(2).of(GeoOptions(), scene("2024-01-01"))

@@ -44,13 +44,6 @@ def colourful(height: int, width: int, seed: int = 0) -> Any:
     return (smooth + random.integers(0, 20, smooth.shape)).clip(0, 255).astype(np.uint8)
 
 
-def nearly_all_the_same(mask: Any, reference: Any) -> bool:
-    """Random weights leave classes close to a tie, which the last bit of a float decides: it depends on how many
-    tiles, of whatever scenes, the engine computes at once.
-    """
-    return mask.shape == reference.shape and bool((mask != reference).mean() < 1e-3)
-
-
 def decoders(gateway: RealGateway) -> list[psutil.Process]:
     """The processes that decode rasters for scenes now."""
     servers = [

@@ -36,7 +36,7 @@ from support.offline_engines import prompt
 from support.raster_host import RasterHost
 from support.rasters import RGB, geotiff, opened
 from support.rgb_model import make_rgb
-from support.torch_pipeline import torch_mask
+from support.torch_pipeline import as_torch_says
 from support.wheel_environment import ROOT, clean
 
 READY_WITHIN_S = 120
@@ -162,7 +162,7 @@ def ask_for_a_mask(server: PlainServer) -> None:
     data = {"data": base64.b64encode(scene).decode(), "data_format": "b64_json"}
     answer = server.post("/pooling", {"data": data})
     (mask,), _ = opened(base64.b64decode(answer["data"]["data"]))
-    assert np.array_equal(mask, torch_mask(Path(server.model), scene))
+    assert as_torch_says(mask, Path(server.model), scene)
 
 
 def connector_words(model: str, folder: Path, _files: RasterHost) -> list[str]:

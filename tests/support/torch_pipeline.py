@@ -23,8 +23,8 @@ from baton_geo.card import Card
 from baton_geo.prithvi import PrithviConfig, PrithviSegmenter, load
 
 TILES_A_FORWARD = 8
-TIE = 1e-5
-"""Difference of two probabilities that rounding in float32 may turn round."""
+TIE = 1 / 255
+"""Difference of two probabilities that may be turned round: engines give them as bytes."""
 
 
 def torch_mask(model_folder: Path, content: bytes) -> npt.NDArray[np.uint8]:
@@ -47,7 +47,8 @@ def torch_mask(model_folder: Path, content: bytes) -> npt.NDArray[np.uint8]:
 def as_torch_says(mask: npt.NDArray[np.generic], model_folder: Path, content: bytes) -> bool:
     """Whether a mask is torch's, but for pixels where torch itself finds two classes equally likely.
 
-    Engines compute other batches than `torch_mask` does, and some processors then round otherwise.
+    Equally, that is, within a byte: engines give probabilities as bytes, and some processors round otherwise where
+    an engine computes other batches than `torch_mask` does.
     """
     chances, valid = torch_chances(model_folder, content)
     expected = torch_mask(model_folder, content)

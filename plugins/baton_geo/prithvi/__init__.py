@@ -3,6 +3,6 @@
 from baton_geo.prithvi.cards import card_of
 from baton_geo.prithvi.checkpoint import load
 from baton_geo.prithvi.config import DecoderConfig, PrithviConfig
-from baton_geo.prithvi.model import PrithviSegmenter
+from baton_geo.prithvi.model import PrithviEmbedder, PrithviSegmenter
 
-__all__ = ["DecoderConfig", "PrithviConfig", "PrithviSegmenter", "card_of", "load"]
+__all__ = ["DecoderConfig", "PrithviConfig", "PrithviEmbedder", "PrithviSegmenter", "card_of", "load"]

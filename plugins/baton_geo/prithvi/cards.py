@@ -130,9 +130,16 @@ def card_of(hf_config: Mapping[str, Any]) -> Card:
         ValueError: config.json has neither a `baton_geo` table nor the bands' means and deviations, or what
             it says of them does not fit together; the message names the key.
     """
-    if (table := hf_config.get("baton_geo")) is not None:
+    table = hf_config.get("baton_geo")
+    if table is not None and not _is_encoder(hf_config):
         return Card.model_validate(table)
     config = PrithviConfig.from_hf(hf_config)
+    if config.decoder is None:
+        embedding = {"patch": config.patch_size[-1], "width": config.embed_dim}
+        made = table or {"bands": _bands(config, {}, None)[0], "frames": config.num_frames}
+        tile = made.get("tile", config.img_size[-1])
+        alone = {"classes": (), "tile": tile, "overlap": 0, "embedding": embedding}
+        return Card.model_validate({**made, **alone})
     held, _ = tables_of(hf_config)
     task = table_of(table_of(held, "model"), "init_args")
     data = table_of(held, "data")
@@ -155,6 +162,12 @@ def card_of(hf_config: Mapping[str, Any]) -> Card:
         names = task.get("class_names") or (module.classes if module else ())
         card["classes"] = _classes(list(names), config.decoder.num_classes)
     return Card.model_validate(card)
+
+
+def _is_encoder(hf_config: Mapping[str, Any]) -> bool:
+    """Return whether a configuration is an encoder's; one that is no Prithvi model's at all is not."""
+    held, args = tables_of(hf_config)
+    return "embed_dim" in {**held, **args} and not held.get("segmentation") and "backbone" not in args
 
 
 def _bands(
@@ -193,7 +206,8 @@ def _bands(
     of_reflectance = bool(optical) and max(optical) <= BRIGHTEST and plain
     unit: dict[str, Any] = {"scale": scale, "float_scale": scale}
     if of_reflectance:
-        unit = {"scale": REFLECTANCE_SCALE, "float_scale": 1.0, "valid_range": SANE}
+        whole = REFLECTANCE_SCALE if scale == 1 else scale
+        unit = {"scale": whole, "float_scale": 1.0, "valid_range": SANE}
     sar = SAR & {name.partition("_")[0] for name in names}
     bands = tuple(
         Band(
@@ -228,8 +242,7 @@ def _flat(value: Any, data: Mapping[str, Any], key: str) -> Sequence[Any]:
 
 
 def _tiles(config: PrithviConfig, held: Mapping[str, Any], task: Mapping[str, Any]) -> tuple[int, int]:
-    """Find the side of a tile and the overlap: of the tiled inference, else of the declared input, else of
-    the model."""
+    """Find side and overlap of tiles: of the tiled inference, the declared input, or the model."""
     tiled = table_of(task, "tiled_inference_parameters")
     sides = {tiled.get(key, tiled.get("crop")) for key in ("h_crop", "w_crop")} - {None}
     steps = {tiled.get(key, tiled.get("stride")) for key in ("h_stride", "w_stride")} - {None}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baton_geo.prithvi.model import PrithviSegmenter
+from baton_geo.prithvi.model import PrithviEmbedder, PrithviSegmenter
 
 TABLES = ("state_dict", "model_state_dict", "model")
 WRAPPERS = ("module.", "model.", "_orig_mod.")
@@ -52,7 +52,9 @@ def own_name(name: str) -> str | None:
     return name if name.startswith(OF_A_SEGMENTER) else ENCODER + name
 
 
-def load(model: PrithviSegmenter, weights: Iterable[tuple[str, Tensor | Mapping[str, Any]]]) -> set[str]:
+def load(
+    model: PrithviSegmenter | PrithviEmbedder, weights: Iterable[tuple[str, Tensor | Mapping[str, Any]]]
+) -> set[str]:
     """Copy a checkpoint's weights into a model, in the model's dtype and on its device.
 
     The checkpoint must have every parameter once, in its shape, and nothing else. A position table that does

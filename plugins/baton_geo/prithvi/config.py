@@ -89,8 +89,8 @@ class DecoderConfig(ReadOnlyModel):
     def enlarged(self) -> int:
         """Compute how many times larger than the grid of patches the decoder's image is."""
         if self.kind == "fcn":
-            return 2 ** (len(self.channels) + self.upscale)
-        return (4 if self.pyramid is not None or self.scale_modules else 1) * 2**self.upscale
+            return 1 << (len(self.channels) + self.upscale)
+        return (4 if self.pyramid is not None or self.scale_modules else 1) << self.upscale
 
 
 class PrithviConfig(ReadOnlyModel):

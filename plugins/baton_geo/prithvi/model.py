@@ -45,6 +45,27 @@ class Skip(nn.Module):
         return out
 
 
+class PrithviEmbedder(nn.Module):
+    """A Prithvi-EO encoder alone: a vector for each patch, the mean over the time steps."""
+
+    def __init__(self, config: PrithviConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.encoder = PrithviEncoder(config)
+
+    def forward(
+        self,
+        pixel_values: Tensor,
+        temporal_coords: Tensor | None = None,
+        location_coords: Tensor | None = None,
+    ) -> Tensor:
+        """Map pixels (B, C, T, H, W) to vectors (B, D, h, w); arguments as of `PrithviSegmenter`."""
+        times, rows, columns = self.config.grid_of(pixel_values.shape)
+        tokens: Tensor = self.encoder(pixel_values, temporal_coords, location_coords)
+        patches = tokens[:, 1:].unflatten(1, (times, rows, columns))
+        return patches.mean(dim=1).permute(0, 3, 1, 2)
+
+
 class PrithviSegmenter(nn.Module):
     """A Prithvi-EO model of one output per pixel, with TerraTorch's parameter names.
 

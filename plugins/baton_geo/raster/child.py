@@ -28,8 +28,9 @@ from baton_geo.raster.messages import (
 )
 from baton_geo.raster.pixels.bands import BandChoice, choose_bands
 from baton_geo.raster.pixels.calibration import Conversion, conversion
-from baton_geo.raster.pixels.grid import Floats, Grid
+from baton_geo.raster.pixels.grid import Bytes, Floats, Grid
 from baton_geo.raster.pixels.values import PixelCheck, Scaling
+from baton_geo.raster.products.embeddings import EmbeddingWriter
 from baton_geo.raster.products.output_files import Mosaic, ProductWriter, ValueWriter
 from baton_geo.raster.products.preview import (
     LONGEST,
@@ -71,7 +72,8 @@ class Child:
     def __init__(self, sock: socket.socket, rasters: list[int]) -> None:
         self._sock, self._rasters = sock, rasters
         self._failure: GeoError | None = None  # of a write; sent as the answer to the next question
-        self._scores: Floats = np.empty(0, np.float32)
+        self._scores: Floats = np.empty(0, np.float32)  # as floats, and the same memory as bytes
+        self._chances: Bytes = np.empty(0, np.uint8)
 
     def serve(self) -> None:
         """Answer until the gateway closes the socket."""
@@ -79,8 +81,8 @@ class Child:
         try:
             job = self._open()
             while job is not None:
-                header, _ = receive(self._sock, self._room)
-                self._answer(job, header)
+                header, length = receive(self._sock, self._room)
+                self._answer(job, header, length)
         except (EOFError, BrokenPipeError, ConnectionResetError):
             return
 
@@ -88,7 +90,9 @@ class Child:
         header, _ = receive(self._sock, self._room)
         request = SceneRequest.model_validate_json(header["request"])
         card = request.card
-        self._scores = np.empty((card.channels, card.tile, card.tile), np.float32)
+        self._scores = np.empty(card.output, np.float32)
+        room = self._scores.reshape(-1).view(np.uint8)[: self._scores.size]
+        self._chances = room.reshape(self._scores.shape)
         folder = Path(header["folder"])
         try:
             sandbox.limit_resources(request.limits, len(self._rasters))
@@ -117,11 +121,12 @@ class Child:
         send(self._sock, {"need": number, "pages": pages})
         receive(self._sock, self._room)
 
-    def _answer(self, job: SceneJob, header: dict[str, Any]) -> None:
+    def _answer(self, job: SceneJob, header: dict[str, Any], length: int) -> None:
         try:
             match header["do"]:
                 case "write":
-                    self._write(job, header["tile"])
+                    whole = length == self._scores.nbytes
+                    self._write(job, header["tile"], self._scores if whole else self._chances)
                 case "read":
                     self._raise_failure()
                     tile = job.read(header["tile"])
@@ -134,10 +139,10 @@ class Child:
         except Exception as error:  # noqa: BLE001  # as above
             self._refuse(error)
 
-    def _write(self, job: SceneJob, tile: int) -> None:
+    def _write(self, job: SceneJob, tile: int, scores: Floats | Bytes) -> None:
         """Blend a tile's scores; sends no answer, so that the gateway need not wait."""
         try:
-            job.write(tile, self._scores)
+            job.write(tile, scores)
         except Exception as error:  # noqa: BLE001  # as above
             self._failure = self._failure or _as_refusal(error)
 
@@ -152,9 +157,10 @@ class Child:
         send(self._sock, {"error": answer})
 
     def _room(self, length: int) -> memoryview:
-        if length != self._scores.nbytes:
-            raise ValueError("unexpected body")
-        return self._scores.data.cast("B")
+        for buffer in (self._scores, self._chances):
+            if length == buffer.nbytes:
+                return buffer.data.cast("B")
+        raise ValueError("unexpected body")
 
 
 def _as_refusal(error: Exception) -> GeoError:
@@ -237,15 +243,19 @@ class SceneJob:
         self._check_sample(choice.bands, line)
         self._check = self._new_check(choice.bands, line)
         self._scaling = Scaling(card, line)
-        self._grid = Grid(source.width, source.height, card.tile, card.overlap)
+        alone = card.embedding is not None
+        self._grid = Grid(source.width, source.height, card.tile, card.overlap, side_by_side=alone)
         sample = Sample(source.width, source.height, LONGEST)
         self._thumbnail = Thumbnail(
             sample, rgb_bands(card) if request.preview or request.scene else (), source.dtype
         )
         self._rows = Rows(source, choice.bands, self._check, self._thumbnail)
         self._unread = [len(self._grid.xs)] * len(self._grid.ys)
-        self._mosaic = Mosaic(self._grid, card.channels, scores=card.value is None)
+        self._mosaic = Mosaic(self._grid, 0 if alone else card.channels, scores=card.value is None)
         size = source.width, source.height
+        self._embeddings = (
+            EmbeddingWriter(folder, request, source.place, self._grid, source.acquired) if alone else None
+        )
         self._products: ProductWriter | ValueWriter = (
             ProductWriter(folder, request, source.place, size, sample)
             if card.value is None
@@ -269,14 +279,20 @@ class SceneJob:
         raw, valid = self._rows.tile(y, x, side, keep)
         self._unread[row] -= 1
         if valid.any():
+            if self._embeddings is not None:
+                self._embeddings.expect(tile, valid)
             return self._scaling.tile(raw, valid, side)
         self._mosaic.skip(tile)
         self._flush()
         return None
 
-    def write(self, tile: int, scores: Floats) -> None:
-        """Blend in the model's output: logits of shape (classes, tile, tile)."""
-        self._mosaic.add(tile, scores)
+    def write(self, tile: int, scores: Floats | Bytes) -> None:
+        """Blend in the model's output, shape (classes, tile, tile): logits, or probabilities as bytes."""
+        if self._embeddings is not None:
+            self._embeddings.write(tile, np.asarray(scores, np.float32))
+            self._mosaic.skip(tile)
+        else:
+            self._mosaic.add(tile, scores)
         self._flush()
 
     def finish(self) -> Tally:
@@ -291,10 +307,13 @@ class SceneJob:
         self._check.judge_unit(scale_said=scale_said)
         notes = self._check.notes(scale_said=scale_said, offset_said=self._offset_said)
         del self._rows, self._mosaic  # frees their memory for the rest
-        tally = self._products.finish((*self._source.notes, *notes))
-        card, classes, areas = self._request.card, self._products.thumbnail, tally.areas
+        every = (*self._source.notes, *notes)
+        tally = self._products.finish(every) if self._embeddings is None else self._embeddings.finish(every)
+        card, areas = self._request.card, tally.areas
         if card.value is not None:
-            card, classes, areas = binned(card, classes)
+            card, classes, areas = binned(card, self._products.thumbnail)
+        else:
+            classes = np.asarray(self._products.thumbnail, np.uint8)
         if self._request.preview:
             draw_preview(card, self._thumbnail, classes, areas).save(self._folder / PREVIEW, optimize=True)
         if self._request.scene:
@@ -317,7 +336,11 @@ class SceneJob:
 
     def _flush(self) -> None:
         for top, probabilities in self._mosaic.finished():
-            self._products.write(top, probabilities, self._rows.valid(top, len(probabilities)))
+            valid = self._rows.valid(top, len(probabilities))
+            if self._embeddings is None:
+                self._products.write(top, probabilities, valid)
+            else:
+                self._embeddings.nodata_pixels += int(valid.size - np.count_nonzero(valid))
 
     def _new_check(self, bands: tuple[int, ...], line: Conversion) -> PixelCheck:
         source, card = self._source, self._request.card

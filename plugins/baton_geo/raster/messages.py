@@ -30,6 +30,8 @@ NoteCode = Literal[
 MASK, PROBABILITIES, PREVIEW = "mask.tif", "probabilities.tif", "preview.png"  # in the request's folder
 SCENE, CLASSES, VALUE = "scene.png", "classes.png", "value.tif"
 GEOJSON, GEOPACKAGE, STYLE, ITEM = "mask.geojson", "mask.gpkg", "mask.qml", "item.json"
+TABLE, EMBEDDINGS = "embeddings.parquet", "embeddings.tif"
+PARQUET = "application/vnd.apache.parquet"
 FILES = {
     "mask": (MASK, "image/tiff"),
     "probabilities": (PROBABILITIES, "image/tiff"),
@@ -41,6 +43,7 @@ FILES = {
     "style": (STYLE, "application/x-qgis-layer-settings"),
     "item": (ITEM, "application/json"),
     "value": (VALUE, "image/tiff"),
+    "embeddings": (EMBEDDINGS, "image/tiff"),  # and a table of them
 }
 """File name and media type of each output."""
 LENGTHS = struct.Struct("<II")
@@ -105,6 +108,8 @@ class SceneRequest(Message):
         item: whether to write a STAC item of the files.
         sieve: pixels; of the polygons smaller ones become part of their largest neighbour.
         name: of the item.
+        embeddings: whether to write the embeddings of an encoder alone.
+        date: of the request, ISO 8601; None: the file's.
     """
 
     card: Card
@@ -128,6 +133,8 @@ class SceneRequest(Message):
     item: bool = False
     sieve: int = 0
     name: str | None = None
+    embeddings: bool = False
+    date: str | None = None
 
 
 class SceneInfo(Message):
@@ -214,10 +221,14 @@ class Products(Tally):
         geopackage: GeoPackage of them.
         style: QGIS style of the mask.
         item: STAC item of the files.
+        table: GeoParquet, a row a tile.
+        embeddings: GeoTIFF of a pixel per patch, a band of int8 per number of its vector; -128 is nodata.
     """
 
     mask: Path | None = None
     value: Path | None = None
+    table: Path | None = None
+    embeddings: Path | None = None
     probabilities: Path | None = None
     preview: Path | None = None
     scene: Path | None = None

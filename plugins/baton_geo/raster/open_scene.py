@@ -25,6 +25,7 @@ from baton_geo.errors import DecoderBusy, GeoError, RasterBroken, RasterTooLarge
 from baton_geo.raster.messages import (
     FILES,
     STATUS,
+    TABLE,
     Products,
     SceneInfo,
     SceneRequest,
@@ -212,9 +213,11 @@ class OpenScene:
             RuntimeError: a score is infinite or NaN.
         """
         card = self._request.card
-        if scores.shape != (card.channels, card.tile, card.tile) or scores.dtype != np.float32:
+        known = (np.float32, np.uint8) if card.classes else (np.float32,)
+        if scores.shape != card.output or scores.dtype not in known:
             raise ValueError(f"scores of shape {scores.shape} and type {scores.dtype}")
-        if not np.isfinite(scores).all():
+        sound = np.isfinite(scores) if scores.dtype == np.float32 else scores.any(axis=0)
+        if not sound.all():
             raise RuntimeError("the model's scores are not finite")
         body = np.ascontiguousarray(scores).data.cast("B")
         with self._lock, self._translated():
@@ -247,6 +250,7 @@ class OpenScene:
                 if getattr(self._request, output)
             }
             return Products(
+                table=self._product(TABLE) if self._request.embeddings else None,
                 **wanted,
                 areas=tally.areas,
                 nodata_pixels=tally.nodata_pixels,

@@ -22,7 +22,7 @@ from baton_geo.settings import GeoLimits
 # Options of GDAL, PROJ and others: with two more variables, the fork server's whole environment.
 QUIET_LIBRARIES = {
     "CPL_VSIL_CURL_ALLOWED_FILENAME": "",  # no address is allowed
-    "GDAL_CACHEMAX": "32",  # MB; `rows` caches rows itself
+    "GDAL_CACHEMAX": "64",  # MB: what a sample of a scene decoded is still there when its rows are read
     "GDAL_DISABLE_READDIR_ON_OPEN": "EMPTY_DIR",  # no file beside the raster is looked for
     "GDAL_GEOREF_SOURCES": "INTERNAL",
     "GDAL_NUM_THREADS": "1",

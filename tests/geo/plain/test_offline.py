@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.rasters import RGB, geotiff, opened
-from support.torch_pipeline import torch_mask
+from support.torch_pipeline import as_torch_says
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 SCRIPT = Path(__file__).parent / "offline_geo.py"
@@ -70,7 +70,7 @@ def assert_right(folder: Path, model: Path, report: dict[str, Any], classes: lis
     """Every scene has its own mask, and nothing of any is left."""
     for name in sorted(folder.glob("scene*.tif")):
         (mask,), _ = opened(name.with_suffix(".mask").read_bytes())
-        assert np.array_equal(mask, torch_mask(model, name.read_bytes()))
+        assert as_torch_says(mask, model, name.read_bytes())
     assert report["answers"] == [{"kind": "GeoAnswer", "format": "png", "classes": classes}] * 3
     assert all("truncated or damaged" in refusal for refusal in report["refusals"])
     assert len(report["servers"]) == 1
@@ -90,7 +90,7 @@ def test_the_code_shown_runs_and_more_scenes_after_it(rgb: Path, tmp_path: Path)
     report = report_of(tmp_path, done)
     assert_right(tmp_path, rgb, report, ["kind 0", "kind 1", "kind 2"])
     (mask,), _ = opened((tmp_path / "mask.tif").read_bytes())
-    assert np.array_equal(mask, torch_mask(rgb, made["scene.tif"]))
+    assert as_torch_says(mask, rgb, made["scene.tif"])
     assert "ClassArea(value=0, name='kind 0'" in done.stdout
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from baton_geo.prithvi import PrithviSegmenter, load
+from baton_geo.prithvi import PrithviConfig, PrithviEmbedder, PrithviSegmenter, load
 
 if TYPE_CHECKING:
     from conftest import Reference
@@ -115,3 +115,17 @@ def test_half_precision_stays_near(
 def in_precision(dtype: torch.dtype, model: PrithviSegmenter, reference: Reference) -> torch.Tensor:
     scores: torch.Tensor = model.to(dtype)(reference.given["pixels"].to(dtype), *reference.coords)
     return scores
+
+
+@torch.inference_mode()
+def test_an_encoder_alone_gives_the_published_tokens(reference: Reference) -> None:
+    """A pre-trained checkpoint, its own decoder and all, must load into the encoder; patches are means over time."""
+    config = PrithviConfig.from_hf(reference.config).model_copy(update={"decoder": None})
+    alone = PrithviEmbedder(config).eval()
+    weights = {name: value for name, value in reference.weights.items() if name.startswith("encoder.")}
+    assert load(alone, (weights | reference.pretraining).items()) == set(weights)
+    found = alone(reference.given["pixels"], *reference.coords)
+    times, rows, columns = config.grid
+    tokens = reference.answered["tokens"][:, 1:]
+    wanted = tokens.reshape(len(tokens), times, rows, columns, -1).mean(dim=1).permute(0, 3, 1, 2)
+    assert difference(found, wanted) < TOLERANCE

@@ -1,9 +1,16 @@
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
+import pytest
+from geo.raster.made import make_card, read_tiff, run, sign_model, write_tiff
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton_geo.raster.decoders import Decoders
+from baton_geo.raster.messages import SceneRequest
 from baton_geo.raster.pixels.grid import Floats, Grid
 from baton_geo.raster.products.output_files import Mosaic, most_likely, softmax
 
@@ -90,3 +97,36 @@ def test_most_likely_is_argmax(classes: int) -> None:
     """The class of the highest probability, the first of equals."""
     chances = np.random.default_rng(classes).integers(0, 4, (7, classes, 11)).astype(np.float32)
     np.testing.assert_array_equal(most_likely(chances), chances.argmax(axis=1))
+
+
+def test_probabilities_may_come_as_bytes(decoders: Decoders, tmp_path: Path) -> None:
+    """The engine's bytes must give the mask of the logits they were made of, but for one pixel of ten thousand."""
+    pixels = np.random.default_rng(5).normal(0, 2, (1, 300, 400)).astype(np.float32)
+    path = write_tiff(tmp_path / "a.tif", pixels)
+
+    def as_bytes(tile: np.ndarray[Any, Any]) -> Any:
+        chances = 255 / (1 + np.exp(-2 * tile[0, 0].astype(np.float64)))
+        return np.stack([255 - chances + 0.5, chances + 0.5]).astype(np.uint8)
+
+    masks = []
+    for model in (sign_model, as_bytes):
+        with decoders.open(path, SceneRequest(card=make_card(), probabilities=True)) as scene:
+            products = run(scene, model)
+            assert products.mask is not None
+            assert products.probabilities is not None
+            masks.append(read_tiff(products.mask))
+            chances = read_tiff(products.probabilities).astype(int)
+            assert int(np.abs(chances.sum(axis=0) - 250).max()) <= 1
+    assert (masks[0] != masks[1]).mean() < 1e-4
+
+
+@pytest.mark.fault("F14")
+def test_scores_that_are_not_finite_are_noticed_in_bytes(decoders: Decoders, tmp_path: Path) -> None:
+    """The engine gives a pixel without finite scores 0 for every class."""
+    path = write_tiff(tmp_path / "a.tif", np.ones((1, 32, 32), np.float32))
+    with decoders.open(path, SceneRequest(card=make_card())) as scene:
+        scene.read(0)
+        chances = np.full((2, 32, 32), 127, np.uint8)
+        chances[:, 3, 4] = 0
+        with pytest.raises(RuntimeError, match="not finite"):
+            scene.write(0, chances)

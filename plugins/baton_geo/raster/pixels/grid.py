@@ -6,6 +6,12 @@ import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float32]
+Bytes = npt.NDArray[np.uint8]
+
+
+def aligned(length: int, tile: int) -> list[int]:
+    """Return the first pixels of tiles side by side along an axis; the last may reach beyond the edge."""
+    return list(range(0, length, tile))
 
 
 def starts(length: int, tile: int, overlap: int) -> list[int]:
@@ -43,11 +49,19 @@ class Grid:
         tile: side of a tile, pixels.
         xs: first columns of the tiles in a row of tiles.
         ys: first rows of the rows of tiles.
+
+    Args:
+        side_by_side: whether tiles never overlap, not at the edges either.
     """
 
-    def __init__(self, width: int, height: int, tile: int, overlap: int) -> None:
+    def __init__(
+        self, width: int, height: int, tile: int, overlap: int, *, side_by_side: bool = False
+    ) -> None:
         self.width, self.height, self.tile, self.overlap = width, height, tile, overlap
-        self.xs, self.ys = starts(width, tile, overlap), starts(height, tile, overlap)
+        if side_by_side:
+            self.xs, self.ys = aligned(width, tile), aligned(height, tile)
+        else:
+            self.xs, self.ys = starts(width, tile, overlap), starts(height, tile, overlap)
 
     def __len__(self) -> int:
         return len(self.xs) * len(self.ys)

@@ -30,7 +30,7 @@ from baton_geo.raster.messages import (
     Tally,
     ValueSummary,
 )
-from baton_geo.raster.pixels.grid import Floats, Grid, weights
+from baton_geo.raster.pixels.grid import Bytes, Floats, Grid, weights
 from baton_geo.raster.pixels.values import Valid
 from baton_geo.raster.reading.rows import Georeference, Sample
 
@@ -53,7 +53,8 @@ def softmax(scores: Floats) -> Floats:
 class Mosaic:
     """The blended scene: takes tiles in any order and gives finished rows from top to bottom.
 
-    Scores are blended as probabilities, values (`scores` False) as they are.
+    Scores are blended as probabilities (those that come as bytes, 255 being 1, as they are), values
+    (`scores` False) as they are.
 
     In memory are the rows from the first unfinished row of tiles to the last added tile: about two rows of
     tiles if tiles are added nearly in order.
@@ -68,13 +69,17 @@ class Mosaic:
         self._top = 0  # scene row of _sums[0]
         self._sums = np.zeros((0, classes, grid.width), np.float32)
 
-    def add(self, tile: int, scores: Floats) -> None:
+    def add(self, tile: int, scores: Floats | Bytes) -> None:
         """Blend in one tile."""
         row, column = self._grid.place(tile)
         down, across = self._down[row], self._across[column]
         inner = scores[:, : len(down), : len(across)]
-        probabilities = softmax(inner) if self._scores else inner.copy()
-        probabilities *= down[:, None] * across
+        shares = down[:, None] * across
+        if inner.dtype == np.uint8:
+            probabilities = np.multiply(inner, shares / np.float32(255), dtype=np.float32)
+        else:
+            floats = np.asarray(inner, np.float32)
+            probabilities = (softmax(floats) if self._scores else floats) * shares
         y, x = self._grid.ys[row] - self._top, self._grid.xs[column]
         self._make_room(y + len(down))
         self._sums[y : y + len(down), :, x : x + len(across)] += probabilities.transpose(1, 0, 2)
@@ -156,13 +161,13 @@ class CloudOptimized:
     def write(self, top: int, rows: npt.NDArray[Any]) -> None:
         """Write rows from `top` on: shape (bands, rows, width)."""
         window = Window(0, top, rows.shape[2], rows.shape[1])
-        with _write_errors():
+        with write_errors():
             self.dataset.write(rows, window=window)
 
     def finish(self, resampling: str) -> None:
         """Write the final file with overviews made by `resampling`."""
         options = {"compress": "DEFLATE", "level": LEVEL, "blocksize": BLOCK, "bigtiff": "IF_SAFER"}
-        with _write_errors():
+        with write_errors():
             self.dataset.close()
             copy(self._draft, self._path, driver="COG", overview_resampling=resampling, **options)
             self._draft.unlink()
@@ -287,7 +292,7 @@ def _numbered(notes: Sequence[str]) -> dict[str, str]:
 
 
 @contextmanager
-def _write_errors() -> Iterator[None]:
+def write_errors() -> Iterator[None]:
     """Translate errors of writing: they are not the raster's fault."""
     try:
         yield

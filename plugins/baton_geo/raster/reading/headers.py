@@ -539,7 +539,9 @@ def check_memory(
         RasterTooLarge: the raster is too wide, or its strips are too tall.
     """
     rows = min(request.card.tile + block_height, height + block_height)
-    blended = min(2 * request.card.tile, height) * request.card.channels * 4
+    blended = min(2 * request.card.tile, height) * (
+        0 if request.card.embedding else request.card.channels * 4
+    )
     if width * (rows * (bands * itemsize + 1) + blended) > MEMORY_SHARE * request.limits.memory:
         raise RasterTooLarge(
             f"a scene {width} pixels wide in strips or tiles {block_height} rows tall needs more memory than "
