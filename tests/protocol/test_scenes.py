@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
 import signal
@@ -24,6 +25,7 @@ from support.sample_plugins import Files, plugin
 from baton.config.groups import SceneSettings
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
 from baton.errors import IdempotencyKeyReused, SceneNotFound, SceneNotReady
+from baton.http.routes.processes import data_of
 from baton.pooling.jobs import Job, SceneJobs
 from baton.pooling.plugin import ResultFile
 from baton.telemetry.ids import RequestContext
@@ -330,3 +332,77 @@ def test_a_map_is_kept_with_all_that_qgis_opens(tmp_path: Path) -> None:
         )
         assert package.content.startswith(b"SQLite format 3\0")
         assert until(lambda: not list(spool.iterdir()))
+
+
+def test_ogc_clients_run_the_same_jobs(tmp_path: Path) -> None:
+    """From the landing page to the results, by links alone; errors are OGC's exceptions with ours within."""
+    spool = tmp_path / "spool"
+    spool.mkdir()
+    with (
+        map_engine(spool) as engine,
+        run_fake(engine, FakeEngine("other"), scenes={"folder": tmp_path / "scenes"}) as gateway,
+        gateway.client() as client,
+    ):
+
+        def linked(shown: dict[str, Any], rel: str) -> str:
+            return next(str(link["href"]) for link in shown["links"] if link["rel"].endswith(rel))
+
+        landing = client.get("/ogc").json()
+        assert any(
+            name.endswith("/conf/core") for name in client.get("/ogc/conformance").json()["conformsTo"]
+        )
+        (process,) = client.get(linked(landing, "/processes")).json()["processes"]
+        described = client.get(linked(process, "self")).json()
+        assert (described["id"], "async-execute" in described["jobControlOptions"]) == ("map", True)
+        scene = {"value": base64.b64encode(SCENE.read_bytes()).decode(), "mediaType": "image/tiff"}
+        body = {
+            "inputs": {"scene": scene, "window": [0, 0, 64, 48]},
+            "outputs": {"mask": {}, "polygons": {"transmissionMode": "reference"}},
+        }
+        begun = client.post(linked(described, "/execute"), json=body, headers={"prefer": "respond-async"})
+        where = begun.headers["location"]
+        assert (begun.status_code, where) == (201, linked(begun.json(), "self"))
+        assert until(lambda: client.get(where).json()["status"] in ("successful", "failed"))
+        done = client.get(where).json()
+        assert (done["status"], done["progress"], done["processID"]) == ("successful", 100, "map"), done
+        results = client.get(linked(done, "/results")).json()
+        assert list(results) == ["mask", "polygons"]
+        assert client.get(results["polygons"]["href"]).json()["type"] == "FeatureCollection"
+        assert [job["jobID"] for job in client.get(linked(landing, "/job-list")).json()["jobs"]] == [
+            done["jobID"]
+        ]
+        assert client.get(f"/v1/scenes/{done['jobID']}").json()["state"] == "done"
+        refused = client.post(
+            "/ogc/processes/map/execution", json={"inputs": {"scene": "AAAA", "indexes": [1]}}
+        )
+        lost = refused.headers["location"]
+        assert until(lambda: client.get(lost).json()["status"] == "failed")
+        assert "did you mean 'indices'?" in client.get(lost).json()["message"]
+        assert client.get(f"{lost}/results").status_code == 500
+        assert client.delete(where).json()["status"] == "dismissed"
+        for path, kind in ((where, "no-such-job"), ("/ogc/processes/other", "no-such-process")):
+            gone = client.get(path)
+            assert (gone.status_code, gone.json()["type"].rpartition("/")[2]) == (404, kind)
+            assert gone.json()["error"]["request_id"]
+
+
+BOXES = [
+    ({"bbox": {"bbox": [1, 2, 3, 4]}}, {"bbox": [1, 2, 3, 4]}),
+    (
+        {"bbox": {"bbox": [1, 2, 3, 4], "crs": "http://www.opengis.net/def/crs/OGC/1.3/CRS84"}},
+        {"bbox": [1, 2, 3, 4], "bbox_crs": "EPSG:4326"},
+    ),
+    (
+        {"bbox": {"bbox": [1, 2, 3, 4], "crs": "http://www.opengis.net/def/crs/EPSG/0/32633"}},
+        {"bbox": [1, 2, 3, 4], "bbox_crs": "EPSG:32633"},
+    ),
+    ({"scene": {"href": "https://a.org/s.tif"}}, {"data": "https://a.org/s.tif", "data_format": "url"}),
+    ({"item": {"href": "https://a.org/i.json"}}, {"item": "https://a.org/i.json"}),
+    ({"assets": {"B02": {"href": "u"}}}, {"assets": {"B02": {"data": "u", "data_format": "url"}}}),
+]
+
+
+@pytest.mark.parametrize(("inputs", "data"), BOXES)
+def test_ogc_inputs_are_the_plugins_fields(inputs: dict[str, Any], data: dict[str, Any]) -> None:
+    """Links, boxes and their CRSs in OGC's forms."""
+    assert data_of({"inputs": inputs}) == data

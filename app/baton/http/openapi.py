@@ -138,6 +138,12 @@ IDEMPOTENCY_KEY = {
     "description": "The same request with the same key begins one job, however often it is sent.",
     "schema": {"type": "string", "maxLength": 255},
 }
+EXECUTION: dict[str, Any] = {
+    "type": "object",
+    "description": "An execution of OGC API - Processes.",
+    "required": ["inputs"],
+    "properties": {"inputs": {"type": "object"}, "outputs": {"type": "object"}},
+}
 KEY_REUSED = {"409": "Another request had this `Idempotency-Key`."}
 SCENE: dict[str, Any] = {
     "type": "object",
@@ -288,6 +294,14 @@ def _add_schemas(openapi: dict[str, Any]) -> None:
                     content["schema"] = {"anyOf": [content["schema"], MESSAGE]}
             if path.startswith("/v1/scenes"):
                 _describe_scenes(path, method, operation, vllm)
+            if path.startswith("/ogc"):
+                _add_errors(
+                    responses, {status: OPERATION_ERRORS[status] for status in ("404", "429", "500", "503")}
+                )
+                if method == "post":
+                    _take(operation, EXECUTION)
+                    operation.setdefault("parameters", []).append(IDEMPOTENCY_KEY)
+                    _add_errors(responses, OPERATION_ERRORS | KEY_REUSED)
             if path.startswith("/v1/handoffs"):
                 _describe_handoffs(path, method, operation)
 

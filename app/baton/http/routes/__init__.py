@@ -5,13 +5,25 @@
 
 from __future__ import annotations
 
-from baton.http.routes import adapters, engines, handoffs, mcp, openai, operations, pooling, responses, scenes
+from baton.http.routes import (
+    adapters,
+    engines,
+    handoffs,
+    mcp,
+    openai,
+    operations,
+    pooling,
+    processes,
+    responses,
+    scenes,
+)
 
 ROUTERS = (
     openai.router,
     responses.router,
     pooling.router,
     scenes.router,
+    processes.router,
     handoffs.router,
     engines.router,
     adapters.router,

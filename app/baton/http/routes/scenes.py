@@ -40,7 +40,7 @@ PIECE = 1024 * 1024
 async def create_scene(request: Request) -> Response:
     """Begin a job of the same body as `POST /pooling` of an IO processor plugin; its files are kept."""
     gateway = gateway_of(request)
-    key = _idempotency_key(request)
+    key = idempotency_key(request)
     if media_type_of(request) in UPLOAD_TYPES:
         job = await _of_upload(request, gateway, key)
     else:
@@ -52,14 +52,14 @@ async def create_scene(request: Request) -> Response:
         strip(request, body)
         require_data(runner, engine, body)
         job = await gateway.scenes.begin(
-            runner, body, context_of(request), model=engine.name, key=key, body=digest, release=_nothing
+            runner, body, context_of(request), model=engine.name, key=key, body=digest, release=nothing
         )
     where = _address(gateway, job)
     return JSONResponse(_shown(gateway, job), 202, headers={"Location": where})
 
 
-async def _nothing() -> None:
-    return None
+async def nothing() -> None:
+    """Release nothing: a JSON request holds no file."""
 
 
 def _runner(request: Request, gateway: Gateway, engine: Engine) -> Runner:
@@ -98,7 +98,12 @@ def _digest(file: Path, model: str, query: dict[str, str]) -> bytes:
     return digest.digest()
 
 
-def _idempotency_key(request: Request) -> str:
+def idempotency_key(request: Request) -> str:
+    """Return the `Idempotency-Key` of a request; empty: it has none.
+
+    Raises:
+        InvalidRequest: it is too long, or has other characters.
+    """
     key = request.headers.get(KEY, "")
     if len(key) > KEY_CHARACTERS or not (key.isascii() and (key.isprintable() or not key)):
         raise InvalidRequest(
