@@ -24,7 +24,7 @@ from support.sample_plugins import Files, plugin
 
 from baton.config.groups import SceneSettings
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
-from baton.errors import IdempotencyKeyReused, SceneNotFound, SceneNotReady
+from baton.errors import GatewayOverloaded, IdempotencyKeyReused, SceneNotFound, SceneNotReady
 from baton.http.routes.processes import data_of
 from baton.pooling.jobs import Job, SceneJobs
 from baton.pooling.plugin import ResultFile
@@ -163,13 +163,13 @@ class Stub:
         return SimpleNamespace(files=files, close=close)
 
 
-async def one(jobs: SceneJobs, file: Path, tenant: str, key: str = "") -> Job:
+async def one(jobs: SceneJobs, file: Path, tenant: str, key: str = "", size: int = 1) -> Job:
     async def release() -> None:
         return None
 
     context = RequestContext("r", None, None, None, tenant)
     runner: Any = Stub(file)
-    job = await jobs.begin(runner, {}, context, model="m", key=key, body=b"1", release=release)
+    job = await jobs.begin(runner, {}, context, model="m", key=key, body=b"1", size=size, release=release)
     await asyncio.gather(*(task for task in asyncio.all_tasks() if task.get_name() == job.id))
     return await jobs.get(job.id, tenant)
 
@@ -214,6 +214,8 @@ async def test_scenes_expire_and_make_room(tmp_path: Path) -> None:
     with pytest.raises(SceneNotFound):
         await jobs.get(first.id, "large")
     file.write_bytes(b"x" * 1001)
+    with pytest.raises(GatewayOverloaded):
+        await one(jobs, file, "small", size=1001)
     refused = await one(jobs, file, "small")
     assert refused.error is not None
     assert refused.error["code"] == "scene_too_large"
@@ -242,7 +244,7 @@ async def main():
     jobs = jobs_of(Path(sys.argv[1]))
     async def release(): pass
     context = RequestContext("r", None, None, None, "acme")
-    await jobs.begin(Halfway(Path(sys.argv[1])), {}, context, model="m", key="k", body=b"1", release=release)
+    await jobs.begin(Halfway(Path(sys.argv[1])), {}, context, model="m", key="k", body=b"1", size=1, release=release)
     await asyncio.sleep(600)
 
 asyncio.run(main())
@@ -285,9 +287,9 @@ async def test_a_closed_gateway_says_so_too(tmp_path: Path) -> None:
     jobs = jobs_of(tmp_path)
     context = RequestContext("r", None, None, None, "acme")
     endless: Any = Endless(tmp_path)
-    job = await jobs.begin(endless, {}, context, model="m", key="k", body=b"1", release=release)
+    job = await jobs.begin(endless, {}, context, model="m", key="k", body=b"1", size=1, release=release)
     with pytest.raises(IdempotencyKeyReused):
-        await jobs.begin(endless, {}, context, model="m", key="k", body=b"2", release=release)
+        await jobs.begin(endless, {}, context, model="m", key="k", body=b"2", size=1, release=release)
     await jobs.aclose()
     assert len(released) == 2
     (lost,) = await jobs_of(tmp_path).listed("acme")

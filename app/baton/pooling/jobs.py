@@ -1,8 +1,9 @@
 """Run plugins' requests as jobs whose files are kept: `/v1/scenes`.
 
-A job is a folder: `job.json` says what it is, `files` holds what it made. The gateway that runs a job holds a
-lock on its folder, so that whoever finds an unfinished one without a lock knows that its gateway is gone: the
-job has failed then, and has no files. Files are written beside, and appear all at once.
+A job is a folder: `job.json` says what it is, `request.json` what a JSON request asked until it has its turn,
+and `files` holds what it made. The gateway that runs a job holds a lock on its folder, so that whoever finds
+an unfinished one without a lock knows that its gateway is gone: the job has failed then, and has no files.
+Files are written beside, and appear all at once.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import os
 import secrets
 import shutil
+import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
@@ -45,7 +47,7 @@ from baton_kv.folders import make_folder
 log = structlog.get_logger("baton.pooling")
 
 State = Literal["queued", "running", "done", "failed"]
-RECORD, FILES, PART = "job.json", "files", "files.part"
+RECORD, WORK, FILES, PART = "job.json", "request.json", "files", "files.part"
 PREFIX = "scene-"
 LOST = {
     "code": "scene_lost",
@@ -109,12 +111,21 @@ class Job:
 
 @dataclass(eq=False)
 class _Running:
-    """A job of this gateway that is not finished."""
+    """A job of this gateway that is not finished.
+
+    Attributes:
+        lock: descriptor that holds the lock on its folder.
+        size: bytes of its request, which wait on disk.
+        over: set when it has ended, for threads that still work for it.
+    """
 
     job: Job
     context: RequestContext
     runner: Runner
     lock: int
+    size: int
+    writing: threading.Lock = field(default_factory=threading.Lock)
+    over: threading.Event = field(default_factory=threading.Event)
     task: asyncio.Task[None] | None = None
 
 
@@ -155,6 +166,7 @@ class SceneJobs:
         model: str,
         key: str,
         body: bytes,
+        size: int,
         release: Callable[[], Awaitable[None]],
     ) -> Job:
         """Begin a job, or return the one that has its `Idempotency-Key` already.
@@ -162,12 +174,13 @@ class SceneJobs:
         Args:
             key: the `Idempotency-Key`; empty: there is none.
             body: digest of the request, to which the key belongs.
+            size: bytes of the request.
             release: called when the work is not needed any more.
 
         Raises:
             OperationUnsupported: this server keeps no scenes.
             IdempotencyKeyReused: the key came with another body.
-            EngineOverloaded: too many jobs wait already.
+            GatewayOverloaded: too many jobs wait already, or too many bytes.
         """
         if not self._settings.budget:
             await release()
@@ -185,6 +198,8 @@ class SceneJobs:
                 await release()
                 return known
             self._places.require_room(context.tenant)
+            if sum(running.size for running in self._running.values()) + size > self._settings.budget:
+                raise _no_place(None)
             job = Job(
                 PREFIX + secrets.token_hex(16),
                 context.tenant,
@@ -194,15 +209,16 @@ class SceneJobs:
                 digest,
                 body.hex(),
             )
-            lock = await in_own_thread(self._make, job)
+            lock = await in_own_thread(self._make, job, work)
         except BaseException:
             await release()
             raise
         finally:
             self._turn.release()
-        running = _Running(job, replace(context, request_id=job.id), runner, lock)
+        running = _Running(job, replace(context, request_id=job.id), runner, lock, size)
         self._running[job.id] = running
-        running.task = asyncio.create_task(self._run(running, work, release), name=job.id)
+        upload = work if isinstance(work, Upload) else None
+        running.task = asyncio.create_task(self._run(running, upload, release), name=job.id)
         await asyncio.sleep(0)  # it begins, for a task that is cancelled before that would clean nothing up
         return job
 
@@ -264,15 +280,18 @@ class SceneJobs:
         await in_own_thread(shutil.rmtree, self._folder / job_id, True)
 
     async def _run(
-        self, running: _Running, work: Json | Upload, release: Callable[[], Awaitable[None]]
+        self, running: _Running, upload: Upload | None, release: Callable[[], Awaitable[None]]
     ) -> None:
         error: dict[str, Any] | None = LOST
         try:
             async with self._places.place(running.job.tenant):
                 await self._note(running, replace(running.job, state="running"))
+                work: Json | Upload = upload or {}
+                if upload is None:
+                    work = await in_own_thread(self._take_work, running.job)
                 answer = await running.runner.run(work, running.context, keep=True)
                 try:
-                    files = await in_own_thread(self._keep, running.job, await answer.files())
+                    files = await in_own_thread(self._keep, running, await answer.files())
                 finally:
                     await answer.close()
             error = TOO_LARGE if files is None else None
@@ -283,6 +302,7 @@ class SceneJobs:
             log.error("scene_not_kept", cause=type(failed).__name__)
             error = {"code": "scene_not_kept", "message": "The files could not be kept.", "retryable": True}
         finally:
+            running.over.set()
             now = self._wall()
             state: State = "done" if error is None else "failed"
             expires_at = now + self._settings.ttl_s
@@ -295,17 +315,30 @@ class SceneJobs:
 
     async def _note(self, running: _Running, job: Job) -> None:
         running.job = job
-        await in_own_thread(self._write, job)
+        await in_own_thread(self._write_newest, running)
 
-    def _make(self, job: Job) -> int:
+    def _make(self, job: Job, work: Json | Upload) -> int:
         """Make a job's folder, and return the descriptor that locks it."""
         make_folder(self._folder)
         folder = self._folder / job.id
         folder.mkdir(0o700)
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         fcntl.flock(lock, fcntl.LOCK_EX)
+        if not isinstance(work, Upload):
+            (folder / WORK).write_text(json.dumps(work))
         self._write(job)
         return lock
+
+    def _take_work(self, job: Job) -> Json:
+        """Read what a JSON request asked, which waited on disk."""
+        work: Json = json.loads((self._folder / job.id / WORK).read_text())
+        (self._folder / job.id / WORK).unlink()
+        return work
+
+    def _write_newest(self, running: _Running) -> None:
+        """Write a job as it is now: a thread whose waiter was cancelled may come last."""
+        with running.writing:
+            self._write(running.job)
 
     def _write(self, job: Job) -> None:
         record = self._folder / job.id / RECORD
@@ -330,6 +363,7 @@ class SceneJobs:
             shutil.rmtree(folder, ignore_errors=True)
             return None
         if job.state in ("queued", "running") and job.id not in self._running and _is_free(folder):
+            (folder / WORK).unlink(missing_ok=True)
             for part in (FILES, PART):
                 shutil.rmtree(folder / part, ignore_errors=True)
             now = self._wall()
@@ -345,32 +379,39 @@ class SceneJobs:
             return []
         return [job for name in names if (job := self._read(name)) is not None]
 
-    def _keep(self, job: Job, files: list[ResultFile]) -> tuple[KeptFile, ...] | None:
+    def _keep(self, running: _Running, files: list[ResultFile]) -> tuple[KeptFile, ...] | None:
         """Copy a job's files into its folder; None: they do not fit into the budget."""
+        job = running.job
         kept = tuple(KeptFile(file.name, file.media_type, file.path.stat().st_size) for file in files)
         need = sum(file.bytes for file in kept)
-        if need > self._settings.budget or not self._make_room(need):
+        if need > self._settings.budget or not self._make_room(job.tenant, need):
             return None
         folder = self._folder / job.id
         (folder / PART).mkdir(0o700)
         for file in files:
-            shutil.copyfile(file.path, folder / PART / file.name)
+            if not running.over.is_set():
+                shutil.copyfile(file.path, folder / PART / file.name)
         (folder / PART).rename(folder / FILES)
+        if running.over.is_set():
+            shutil.rmtree(folder / FILES, ignore_errors=True)
         return kept
 
-    def _make_room(self, need: int) -> bool:
-        """Remove the oldest finished jobs of the tenants with most bytes, until there is room."""
+    def _make_room(self, tenant: str, need: int) -> bool:
+        """Remove the oldest finished jobs of the tenants with most bytes, until there is room.
+
+        Args:
+            tenant: that needs it; what it needs counts as its own already.
+        """
         done = sorted((job for job in self._every() if job.state == "done"), key=lambda job: job.created_at)
-        used = Counter[str]()
+        used = Counter({tenant: need})
         for job in done:
             used[job.tenant] += job.bytes
-        while done and used.total() + need > self._settings.budget:
-            most = used.most_common(1)[0][0]
-            victim = next(job for job in done if job.tenant == most)
+        while done and used.total() > self._settings.budget:
+            victim = max(done, key=lambda job: used[job.tenant])  # of equals the first, which is the oldest
             done.remove(victim)
-            used[most] -= victim.bytes
+            used[victim.tenant] -= victim.bytes
             shutil.rmtree(self._folder / victim.id, ignore_errors=True)
-        return used.total() + need <= self._settings.budget
+        return used.total() <= self._settings.budget
 
 
 def _is_free(folder: Path) -> bool:

@@ -193,7 +193,8 @@ async def ogc_execute(request: Request, process: str) -> Response:
     body = await read_json(request, gateway.settings.limits)
     state_of(request.scope).model = engine.name
     data = data_of(body)
-    digest = hashlib.sha256(await request.body()).digest()
+    sent = await request.body()
+    digest = hashlib.sha256(sent).digest()
     job = await gateway.scenes.begin(
         runner,
         {"model": process, "data": data},
@@ -201,6 +202,7 @@ async def ogc_execute(request: Request, process: str) -> Response:
         model=process,
         key=idempotency_key(request),
         body=digest,
+        size=len(sent),
         release=nothing,
     )
     where = f"{gateway.settings.root_path}/ogc/jobs/{job.id}"

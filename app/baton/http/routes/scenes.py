@@ -47,12 +47,20 @@ async def create_scene(request: Request) -> Response:
         body = await read_json(request, gateway.settings.limits, instead=JSON_OR_FILE)
         engine = gateway.fleet.pick(body.get("model"), pools=True)
         runner = _runner(request, gateway, engine)
-        digest = hashlib.sha256(await request.body()).digest()
+        sent = await request.body()
+        digest = hashlib.sha256(sent).digest()
         require_priority(body.get("priority", 0))
         strip(request, body)
         require_data(runner, engine, body)
         job = await gateway.scenes.begin(
-            runner, body, context_of(request), model=engine.name, key=key, body=digest, release=nothing
+            runner,
+            body,
+            context_of(request),
+            model=engine.name,
+            key=key,
+            body=digest,
+            size=len(sent),
+            release=nothing,
         )
     where = _address(gateway, job)
     return JSONResponse(_shown(gateway, job), 202, headers={"Location": where})
@@ -86,7 +94,14 @@ async def _of_upload(request: Request, gateway: Gateway, key: str) -> Job:
         raise
     work = Upload(spool.path, media_type_of(request), query)
     return await gateway.scenes.begin(
-        runner, work, context_of(request), model=engine.name, key=key, body=digest, release=spool.close
+        runner,
+        work,
+        context_of(request),
+        model=engine.name,
+        key=key,
+        body=digest,
+        size=work.file.stat().st_size,
+        release=spool.close,
     )
 
 
