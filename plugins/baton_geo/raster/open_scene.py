@@ -255,6 +255,9 @@ class OpenScene:
 
     def close(self) -> None:
         """Kill the child, wait until it is reaped, and remove the files. May be called again."""
+        self._closed = True
+        if self._fetch is not None:
+            self._fetch.stop()
         self.abandon()
         self.release_place()
 
@@ -273,8 +276,6 @@ class OpenScene:
     def abandon(self) -> None:
         """Close the scene, but keep its place among the open scenes."""
         self._closed = True
-        if self._fetch is not None:
-            self._fetch.stop()
         self._end_child()
         self._made.remove()
 
