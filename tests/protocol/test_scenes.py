@@ -73,6 +73,16 @@ def test_a_scene_is_done_and_its_files_stay(tmp_path: Path) -> None:
         part = client.get(f"{where}/mask.tif", headers={"range": "bytes=4-7"})
         assert (part.status_code, part.content) == (206, b"0.06")
         assert part.headers["content-range"] == "bytes 4-7/8"
+        assert client.get(f"{where}/mask.tif", headers={"range": "bytes=-4"}).content == b"0.06"
+        for odd, status in (
+            ("bytes=8-", 416),
+            ("bytes=-0", 416),
+            ("bytes=a", 400),
+            ("bytes=3-2", 400),
+            ("-", 400),
+        ):
+            refused = client.get(f"{where}/mask.tif", headers={"range": odd})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (status, "range"), odd
         again = client.get(f"{where}/mask.tif", headers={"if-none-match": mask.headers["etag"]})
         assert (again.status_code, again.content) == (304, b"")
         assert [job["id"] for job in client.get("/v1/scenes").json()["data"]] == [shown["id"]]

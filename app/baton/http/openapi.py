@@ -361,7 +361,11 @@ def _describe_scenes(path: str, method: str, operation: dict[str, Any], vllm: di
             "content": {"*/*": BINARY},
         }
         responses["304"] = {"description": "The client has the file already (`If-None-Match`)."}
-        _add_errors(responses, {"409": "The scene has no files: it is not done, or has failed."})
+        of_files = {
+            "409": "The scene has no files: it is not done, or has failed.",
+            "416": "The file is shorter than the range that `Range` names.",
+        }
+        _add_errors(responses, of_files)
     elif method == "get" and path.endswith("}"):
         responses["200"]["content"] = {"application/json": {"schema": SCENE}}
 
