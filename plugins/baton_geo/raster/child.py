@@ -324,7 +324,8 @@ class SceneJob:
         source = self._source
         check = self._new_check(bands, line)
         whole = source.width * source.height * len(bands) <= SMALL
-        if source.first_look > COSTLY_BYTES and not whole:
+        by_ranges = any(spec.fetched is not None for spec in self._request.files)
+        if (by_ranges or source.first_look > COSTLY_BYTES) and not whole:  # spots cost a request each
             return
         until = time.monotonic() + SAMPLING_SECONDS
         for top, left, rows, columns in _spots(source.width, source.height, whole):
