@@ -187,10 +187,10 @@ async def ogc_process(request: Request, process: str) -> Json:
 async def ogc_execute(request: Request, process: str) -> Response:
     """Begin a job."""
     gateway = gateway_of(request)
+    body = await read_json(request, gateway.settings.limits)
     engine = _engine(gateway, process)
     runner = gateway.pooling.runner(engine)
     assert runner is not None, "it is a map's"
-    body = await read_json(request, gateway.settings.limits)
     state_of(request.scope).model = engine.name
     data = data_of(body)
     sent = await request.body()
