@@ -322,6 +322,7 @@ def test_a_map_is_kept_with_all_that_qgis_opens(tmp_path: Path) -> None:
         begun = client.post("/v1/scenes?model=map", content=SCENE.read_bytes(), headers=upload)
         shown = finished(client, begun.headers["location"])
         assert shown["state"] == "done", shown
+        assert 0 < shown["tiles"] == shown["tiles_done"]
         assert [file["name"] for file in shown["files"]] == [
             "mask.tif", "probabilities.tif", "preview.png", "mask.geojson", "mask.gpkg", "mask.qml", "item.json",
         ]  # fmt: skip

@@ -167,6 +167,7 @@ class SceneJobs:
         key: str,
         body: bytes,
         size: int,
+        sent: bytes | None = None,
         release: Callable[[], Awaitable[None]],
     ) -> Job:
         """Begin a job, or return the one that has its `Idempotency-Key` already.
@@ -175,6 +176,7 @@ class SceneJobs:
             key: the `Idempotency-Key`; empty: there is none.
             body: digest of the request, to which the key belongs.
             size: bytes of the request.
+            sent: a JSON request as it came, of which `work` is what counts; None: `work` is written anew.
             release: called when the work is not needed any more.
 
         Raises:
@@ -209,7 +211,7 @@ class SceneJobs:
                 digest,
                 body.hex(),
             )
-            lock = await in_own_thread(self._make, job, work)
+            lock = await in_own_thread(self._make, job, work, sent)
         except BaseException:
             await release()
             raise
@@ -218,7 +220,8 @@ class SceneJobs:
         running = _Running(job, replace(context, request_id=job.id), runner, lock, size)
         self._running[job.id] = running
         upload = work if isinstance(work, Upload) else None
-        running.task = asyncio.create_task(self._run(running, upload, release), name=job.id)
+        fields = () if isinstance(work, Upload) else tuple(work)
+        running.task = asyncio.create_task(self._run(running, upload, fields, release), name=job.id)
         await asyncio.sleep(0)  # it begins, for a task that is cancelled before that would clean nothing up
         return job
 
@@ -280,7 +283,11 @@ class SceneJobs:
         await in_own_thread(shutil.rmtree, self._folder / job_id, True)
 
     async def _run(
-        self, running: _Running, upload: Upload | None, release: Callable[[], Awaitable[None]]
+        self,
+        running: _Running,
+        upload: Upload | None,
+        fields: tuple[str, ...],
+        release: Callable[[], Awaitable[None]],
     ) -> None:
         error: dict[str, Any] | None = LOST
         try:
@@ -288,9 +295,11 @@ class SceneJobs:
                 await self._note(running, replace(running.job, state="running"))
                 work: Json | Upload = upload or {}
                 if upload is None:
-                    work = await in_own_thread(self._take_work, running.job)
+                    work = await in_own_thread(self._take_work, running.job, fields)
                 answer = await running.runner.run(work, running.context, keep=True)
                 try:
+                    progress = await running.runner.progress(running.context)
+                    running.job = replace(running.job, progress=progress)
                     files = await in_own_thread(self._keep, running, await answer.files())
                 finally:
                     await answer.close()
@@ -317,7 +326,7 @@ class SceneJobs:
         running.job = job
         await in_own_thread(self._write_newest, running)
 
-    def _make(self, job: Job, work: Json | Upload) -> int:
+    def _make(self, job: Job, work: Json | Upload, sent: bytes | None) -> int:
         """Make a job's folder, and return the descriptor that locks it."""
         make_folder(self._folder)
         folder = self._folder / job.id
@@ -325,15 +334,15 @@ class SceneJobs:
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not isinstance(work, Upload):
-            (folder / WORK).write_text(json.dumps(work))
+            (folder / WORK).write_bytes(json.dumps(work).encode() if sent is None else sent)
         self._write(job)
         return lock
 
-    def _take_work(self, job: Job) -> Json:
-        """Read what a JSON request asked, which waited on disk."""
-        work: Json = json.loads((self._folder / job.id / WORK).read_text())
+    def _take_work(self, job: Job, fields: tuple[str, ...]) -> Json:
+        """Read the fields of a JSON request that count; it waited on disk."""
+        work: Json = json.loads((self._folder / job.id / WORK).read_bytes())
         (self._folder / job.id / WORK).unlink()
-        return work
+        return {field: work[field] for field in fields}
 
     def _write_newest(self, running: _Running) -> None:
         """Write a job as it is now: a thread whose waiter was cancelled may come last."""

@@ -16,6 +16,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from starlette.responses import JSONResponse
 
+from baton.admission.fair_threads import in_own_thread
 from baton.engines.backend import Json
 from baton.engines.engine import Engine
 from baton.errors import (
@@ -194,7 +195,7 @@ async def ogc_execute(request: Request, process: str) -> Response:
     state_of(request.scope).model = engine.name
     data = data_of(body)
     sent = await request.body()
-    digest = hashlib.sha256(sent).digest()
+    digest = await in_own_thread(lambda: hashlib.sha256(sent).digest())
     job = await gateway.scenes.begin(
         runner,
         {"model": process, "data": data},

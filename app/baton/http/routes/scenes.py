@@ -50,7 +50,7 @@ async def create_scene(request: Request) -> Response:
         engine = gateway.fleet.pick(body.get("model"), pools=True)
         runner = _runner(request, gateway, engine)
         sent = await request.body()
-        digest = hashlib.sha256(sent).digest()
+        digest = await in_own_thread(lambda: hashlib.sha256(sent).digest())
         require_priority(body.get("priority", 0))
         strip(request, body)
         require_data(runner, engine, body)
@@ -62,6 +62,7 @@ async def create_scene(request: Request) -> Response:
             key=key,
             body=digest,
             size=len(sent),
+            sent=sent,
             release=nothing,
         )
     where = _address(gateway, job)
