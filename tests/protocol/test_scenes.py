@@ -308,6 +308,15 @@ async def test_a_closed_gateway_says_so_too(tmp_path: Path) -> None:
     assert await jobs_of(tmp_path).listed("acme") == []
 
 
+def test_a_folder_that_cannot_be_used_is_said_to_be(tmp_path: Path) -> None:
+    """A file in its place: 503, and the gateway goes on."""
+    (tmp_path / "scenes").write_bytes(b"")
+    with gateway_of(tmp_path, Files(tmp_path)) as gateway, gateway.client() as client:
+        refused = client.post("/v1/scenes", json=BODY)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "gateway_overloaded")
+        assert client.post("/pooling", json=BODY).status_code == 200
+
+
 def test_a_map_is_kept_with_all_that_qgis_opens(tmp_path: Path) -> None:
     """The shipped map's plugin: seven files; the mask is the one that `/pooling` gives, in its types too."""
     spool = tmp_path / "spool"

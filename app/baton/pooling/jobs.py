@@ -211,7 +211,13 @@ class SceneJobs:
                 digest,
                 body.hex(),
             )
-            lock = await in_own_thread(self._make, job, work, sent)
+            try:
+                lock = await in_own_thread(self._make, job, work, sent)
+            except OSError as error:
+                log.error("scenes_not_kept", cause=f"{type(error).__name__}: {error.strerror}")
+                raise GatewayOverloaded(
+                    "This server cannot keep scenes just now; its log says why."
+                ) from None
         except BaseException:
             await release()
             raise
@@ -363,7 +369,7 @@ class SceneJobs:
         try:
             said = json.loads((folder / RECORD).read_text())
             job = Job(**said | {"files": tuple(KeptFile(**file) for file in said["files"])})
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError, TypeError, KeyError):
             log.error("scene_record_unreadable", scene=job_id)
@@ -384,7 +390,7 @@ class SceneJobs:
     def _every(self) -> list[Job]:
         try:
             names = [name for name in os.listdir(self._folder) if name.startswith(PREFIX)]
-        except FileNotFoundError:
+        except OSError:
             return []
         return [job for name in names if (job := self._read(name)) is not None]
 
