@@ -283,6 +283,27 @@ def test_a_killed_gateway_leaves_a_job_that_says_so(tmp_path: Path) -> None:
     assert [path.name for path in (folder / job.id).iterdir()] == ["job.json"]
 
 
+async def test_an_error_of_our_own_ends_the_job(tmp_path: Path) -> None:
+    """It is failed, and shows nothing of the cause."""
+
+    class Broken(Stub):
+        async def run(self, *_: Any, **__: Any) -> Any:
+            raise LookupError("/etc/secret")
+
+    async def release() -> None:
+        return None
+
+    jobs = jobs_of(tmp_path)
+    context = RequestContext("r", None, None, None, "acme")
+    broken: Any = Broken(tmp_path)
+    job = await jobs.begin(broken, {}, context, model="m", key="", body=b"1", size=1, release=release)
+    await asyncio.gather(*(task for task in asyncio.all_tasks() if task.get_name() == job.id))
+    failed = await jobs.get(job.id, "acme")
+    assert failed.error is not None
+    assert (failed.state, failed.error["code"]) == ("failed", "internal_error")
+    assert "secret" not in str(failed.error)
+
+
 async def test_a_closed_gateway_says_so_too(tmp_path: Path) -> None:
     """A stop ends its jobs, and a record that cannot be read is no job."""
 

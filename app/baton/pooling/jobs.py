@@ -34,10 +34,12 @@ from baton.errors import (
     BatonError,
     GatewayOverloaded,
     IdempotencyKeyReused,
+    InternalError,
     OperationUnsupported,
     SceneNotFound,
     SceneNotReady,
 )
+from baton.pooling.errors import where
 from baton.pooling.plugin import ResultFile, Upload
 from baton.pooling.run import Runner
 from baton.telemetry.ids import RequestContext
@@ -316,6 +318,9 @@ class SceneJobs:
         except OSError as failed:
             log.error("scene_not_kept", cause=type(failed).__name__)
             error = {"code": "scene_not_kept", "message": "The files could not be kept.", "retryable": True}
+        except Exception as failed:  # noqa: BLE001  # the border of the job: nobody awaits its task
+            log.error("scene_failed", scene=running.job.id, cause=where(failed))
+            error = {"code": InternalError.code, "message": InternalError().message, "retryable": False}
         finally:
             running.over.set()
             now = self._wall()
