@@ -91,24 +91,29 @@ class Inputs:
                 with contextlib.suppress(RuntimeError):  # it has ended meanwhile
                     loop.call_soon_threadsafe(task.cancel)
 
-    def fetch(self, number: int, pages: object, deadline: float) -> None:
+    def fetch(self, need: object, deadline: float) -> None:
         """See `RangeFetch`."""
-        file = self.files[number] if 0 <= number < len(self.files) else None
-        if file is None or file.remote is None:
-            raise ValueError("no such file")
-        ranges = _ranges(pages, file.remote.size)
-        size = sum(end - begin for begin, end in ranges)
-        with _named(file.where):
-            self.room.take(size)
-        self.bytes += size
-        self.requests += len(ranges)
+        if not isinstance(need, list) or len(need) > len(self.files):
+            raise ValueError("no list of files")
+        wanted: list[tuple[Input, RangedFile, list[tuple[int, int]]]] = []
+        for number, pages in need:
+            file = self.files[number] if number in range(len(self.files)) else None
+            if file is None or file.remote is None:
+                raise ValueError("no such file")
+            ranges = _ranges(pages, file.remote.size)
+            size = sum(end - begin for begin, end in ranges)
+            with _named(file.where):
+                self.room.take(size)
+            self.bytes += size
+            self.requests += len(ranges)
+            wanted.append((file, file.remote, ranges))
         try:
-            asyncio.run(self._fetch_all(file, file.remote, ranges, deadline))
+            asyncio.run(self._fetch_all(wanted, deadline))
         except asyncio.CancelledError:
             raise FetchStopped from None
 
     async def _fetch_all(
-        self, file: Input, remote: RangedFile, ranges: Sequence[tuple[int, int]], deadline: float
+        self, wanted: Sequence[tuple[Input, RangedFile, Sequence[tuple[int, int]]]], deadline: float
     ) -> None:
         task = asyncio.current_task()
         assert task is not None
@@ -116,16 +121,18 @@ class Inputs:
             if self._stopped:
                 raise FetchStopped
             self._running = asyncio.get_running_loop(), task
-        room = asyncio.Semaphore(AT_ONCE)
+        at_once = asyncio.Semaphore(AT_ONCE)
 
-        async def one(begin: int, end: int) -> None:
-            async with room:
-                await self.sources.fetcher.fetch_range(remote, begin, end, _At(file.spooled, begin))
+        async def one(file: Input, remote: RangedFile, begin: int, end: int) -> None:
+            async with at_once:
+                with _named(file.where), self.sources.fetching():
+                    async with asyncio.timeout(deadline - time.monotonic()):
+                        await self.sources.fetcher.fetch_range(remote, begin, end, _At(file.spooled, begin))
 
         try:
-            with _named(file.where), self.sources.fetching():
-                async with asyncio.timeout(deadline - time.monotonic()):
-                    await _together([one(begin, end) for begin, end in ranges])
+            await _together(
+                [one(file, remote, *range_) for file, remote, ranges in wanted for range_ in ranges]
+            )
         finally:
             with self._lock:
                 self._running = None

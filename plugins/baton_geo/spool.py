@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +61,7 @@ class Room:
 
     def __init__(self, limit: int) -> None:
         self._limit = self._left = limit
+        self._lock = threading.Lock()
 
     def take(self, size: int) -> None:
         """Take some of it.
@@ -67,9 +69,10 @@ class Room:
         Raises:
             RasterTooLarge: there is not so much left.
         """
-        if size > self._left:
-            raise RasterTooLarge(f"more than {_readable(self._limit)} in all, the most this server takes")
-        self._left -= size
+        with self._lock:
+            if size > self._left:
+                raise RasterTooLarge(f"more than {_readable(self._limit)} in all, the most this server takes")
+            self._left -= size
 
 
 class Spool:

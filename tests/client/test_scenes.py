@@ -6,10 +6,12 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
+from support.gateways import run_fake
 from support.plugin_gateways import served
-from support.sample_plugins import Files
+from support.sample_plugins import Files, plugin
 
-from baton_client import AsyncBaton, Baton, ConnectionLost, InvalidRequest, Progress
+from baton.engines.fake.engine import FakeEngine
+from baton_client import AsyncBaton, Baton, ConnectionLost, InvalidRequest, NotFound, Progress, SceneFailed
 
 SCENE = b"\1\2\3\4"
 
@@ -113,3 +115,28 @@ async def test_the_async_client_does_the_same(tmp_path: Path) -> None:
         Progress("sending", 2 << 20, 2 << 20),
         Progress("receiving", 7, 7),
     ]
+
+
+async def test_a_scene_is_followed_as_a_job_and_its_files_are_written(tmp_path: Path) -> None:
+    """Sync and async, of a file and of JSON; told while it works; a refusal is an error of its own."""
+    (tmp_path / "made").mkdir()
+    engine = FakeEngine("geo", pooling=True, plugin=plugin(Files(tmp_path / "made")))
+    with run_fake(engine, FakeEngine("other"), scenes={"folder": tmp_path / "scenes"}) as gateway:
+        told: list[Progress] = []
+        with Baton(gateway.url) as baton:
+            kept = baton.keep_scene("geo", SCENE, tmp_path, progress=told.append, key="k")
+            assert (kept.state, kept.percent, kept.files) == ("done", 100, ("mask.tif", "preview.png"))
+            assert (tmp_path / "mask.tif").read_bytes() == b"sum 0.1"
+            assert {progress.stage for progress in told} == {"sending", "computing", "receiving"}
+            assert baton.keep_scene("geo", SCENE, key="k").id == kept.id
+            with pytest.raises(SceneFailed) as caught:
+                baton.keep_scene("geo", {"numbers": [1], "in": "pre", "do": "refuse"})
+            assert caught.value.code == "too_cloudy"
+            with pytest.raises(FileNotFoundError):
+                baton.keep_scene("geo", SCENE, tmp_path / "nowhere")
+        async with AsyncBaton(gateway.url) as client:
+            again = await client.keep_scene("geo", {"numbers": [0.5]}, tmp_path)
+            assert (tmp_path / "mask.tif").read_bytes() == b"sum 0.5"
+            await client.delete_scene(again.id)
+            with pytest.raises(NotFound):
+                await client.get_scene(again.id)

@@ -19,7 +19,7 @@ from PIL import Image
 from support.gateways import RealGateway
 from support.geo_requests import code_of, colourful, decoders, flood_folder, send, until
 from support.raster_host import RasterHost
-from support.rasters import RGB, geotiff, opened, written
+from support.rasters import RGB, SIX, geotiff, opened, written
 from support.steady_requests import asked_all_the_time
 from support.torch_pipeline import as_torch_says, torch_mask
 
@@ -326,3 +326,29 @@ def test_the_fleet_runs_on_the_platform_that_is_installed(client: httpx.Client) 
 def test_nothing_of_all_this_left_a_traceback_in_the_log(geo_gateway: RealGateway) -> None:
     """The last test of this file: what went wrong was told in one line each."""
     assert "Traceback" not in geo_gateway.log
+
+
+def test_files_one_a_band_are_mapped_as_a_job(shipped: httpx.Client) -> None:
+    """A part of them, on the shipped weights: the mask is torch's of the cut-out file, the polygons add up to it."""
+    scene = make_scene(9003, 300, 320)
+    assets = {
+        name: {
+            "data": base64.b64encode(geotiff(scene.pixels[n : n + 1], (name,), nodata=-9999)).decode(),
+            "data_format": "b64_json",
+        }
+        for n, name in enumerate(SIX)
+    }
+    data = {"assets": assets, "window": [20, 30, 250, 240]}
+    begun = shipped.post("/v1/scenes", json={"model": "flood-tiny", "data": data})
+    where = begun.headers["location"]
+    assert until(lambda: shipped.get(where).json()["state"] in ("done", "failed"))
+    assert shipped.get(where).json()["error"] is None
+    mask, profile = opened(shipped.get(f"{where}/mask.tif").content)
+    cut = geotiff(scene.pixels[:, 30:270, 20:270], origin=(500_200.0, 4_999_700.0), nodata=-9999)
+    assert np.array_equal(mask[0], torch_mask(flood_folder(), cut))
+    assert (profile["transform"].c, profile["transform"].f) == (500_200, 4_999_700)
+    polygons = shipped.get(f"{where}/mask.geojson").json()["features"]
+    for value in (0, 1):
+        pixels = [p["properties"]["pixels"] for p in polygons if p["properties"]["value"] == value]
+        assert sum(pixels) == (mask == value).sum()
+    assert shipped.delete(where).status_code == 200

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
 import signal
@@ -23,7 +24,8 @@ from support.sample_plugins import Files, plugin
 
 from baton.config.groups import SceneSettings
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
-from baton.errors import IdempotencyKeyReused, SceneNotFound, SceneNotReady
+from baton.errors import GatewayOverloaded, IdempotencyKeyReused, SceneNotFound, SceneNotReady
+from baton.http.routes.processes import data_of
 from baton.pooling.jobs import Job, SceneJobs
 from baton.pooling.plugin import ResultFile
 from baton.telemetry.ids import RequestContext
@@ -71,6 +73,16 @@ def test_a_scene_is_done_and_its_files_stay(tmp_path: Path) -> None:
         part = client.get(f"{where}/mask.tif", headers={"range": "bytes=4-7"})
         assert (part.status_code, part.content) == (206, b"0.06")
         assert part.headers["content-range"] == "bytes 4-7/8"
+        assert client.get(f"{where}/mask.tif", headers={"range": "bytes=-4"}).content == b"0.06"
+        for odd, status in (
+            ("bytes=8-", 416),
+            ("bytes=-0", 416),
+            ("bytes=a", 400),
+            ("bytes=3-2", 400),
+            ("-", 400),
+        ):
+            refused = client.get(f"{where}/mask.tif", headers={"range": odd})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (status, "range"), odd
         again = client.get(f"{where}/mask.tif", headers={"if-none-match": mask.headers["etag"]})
         assert (again.status_code, again.content) == (304, b"")
         assert [job["id"] for job in client.get("/v1/scenes").json()["data"]] == [shown["id"]]
@@ -161,13 +173,13 @@ class Stub:
         return SimpleNamespace(files=files, close=close)
 
 
-async def one(jobs: SceneJobs, file: Path, tenant: str, key: str = "") -> Job:
+async def one(jobs: SceneJobs, file: Path, tenant: str, key: str = "", size: int = 1) -> Job:
     async def release() -> None:
         return None
 
     context = RequestContext("r", None, None, None, tenant)
     runner: Any = Stub(file)
-    job = await jobs.begin(runner, {}, context, model="m", key=key, body=b"1", release=release)
+    job = await jobs.begin(runner, {}, context, model="m", key=key, body=b"1", size=size, release=release)
     await asyncio.gather(*(task for task in asyncio.all_tasks() if task.get_name() == job.id))
     return await jobs.get(job.id, tenant)
 
@@ -212,6 +224,8 @@ async def test_scenes_expire_and_make_room(tmp_path: Path) -> None:
     with pytest.raises(SceneNotFound):
         await jobs.get(first.id, "large")
     file.write_bytes(b"x" * 1001)
+    with pytest.raises(GatewayOverloaded):
+        await one(jobs, file, "small", size=1001)
     refused = await one(jobs, file, "small")
     assert refused.error is not None
     assert refused.error["code"] == "scene_too_large"
@@ -240,7 +254,7 @@ async def main():
     jobs = jobs_of(Path(sys.argv[1]))
     async def release(): pass
     context = RequestContext("r", None, None, None, "acme")
-    await jobs.begin(Halfway(Path(sys.argv[1])), {}, context, model="m", key="k", body=b"1", release=release)
+    await jobs.begin(Halfway(Path(sys.argv[1])), {}, context, model="m", key="k", body=b"1", size=1, release=release)
     await asyncio.sleep(600)
 
 asyncio.run(main())
@@ -269,6 +283,27 @@ def test_a_killed_gateway_leaves_a_job_that_says_so(tmp_path: Path) -> None:
     assert [path.name for path in (folder / job.id).iterdir()] == ["job.json"]
 
 
+async def test_an_error_of_our_own_ends_the_job(tmp_path: Path) -> None:
+    """It is failed, and shows nothing of the cause."""
+
+    class Broken(Stub):
+        async def run(self, *_: Any, **__: Any) -> Any:
+            raise LookupError("/etc/secret")
+
+    async def release() -> None:
+        return None
+
+    jobs = jobs_of(tmp_path)
+    context = RequestContext("r", None, None, None, "acme")
+    broken: Any = Broken(tmp_path)
+    job = await jobs.begin(broken, {}, context, model="m", key="", body=b"1", size=1, release=release)
+    await asyncio.gather(*(task for task in asyncio.all_tasks() if task.get_name() == job.id))
+    failed = await jobs.get(job.id, "acme")
+    assert failed.error is not None
+    assert (failed.state, failed.error["code"]) == ("failed", "internal_error")
+    assert "secret" not in str(failed.error)
+
+
 async def test_a_closed_gateway_says_so_too(tmp_path: Path) -> None:
     """A stop ends its jobs, and a record that cannot be read is no job."""
 
@@ -283,15 +318,24 @@ async def test_a_closed_gateway_says_so_too(tmp_path: Path) -> None:
     jobs = jobs_of(tmp_path)
     context = RequestContext("r", None, None, None, "acme")
     endless: Any = Endless(tmp_path)
-    job = await jobs.begin(endless, {}, context, model="m", key="k", body=b"1", release=release)
+    job = await jobs.begin(endless, {}, context, model="m", key="k", body=b"1", size=1, release=release)
     with pytest.raises(IdempotencyKeyReused):
-        await jobs.begin(endless, {}, context, model="m", key="k", body=b"2", release=release)
+        await jobs.begin(endless, {}, context, model="m", key="k", body=b"2", size=1, release=release)
     await jobs.aclose()
     assert len(released) == 2
     (lost,) = await jobs_of(tmp_path).listed("acme")
     assert (lost.id, lost.state) == (job.id, "failed")
     (tmp_path / job.id / "job.json").write_text("{")
     assert await jobs_of(tmp_path).listed("acme") == []
+
+
+def test_a_folder_that_cannot_be_used_is_said_to_be(tmp_path: Path) -> None:
+    """A file in its place: 503, and the gateway goes on."""
+    (tmp_path / "scenes").write_bytes(b"")
+    with gateway_of(tmp_path, Files(tmp_path)) as gateway, gateway.client() as client:
+        refused = client.post("/v1/scenes", json=BODY)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "gateway_overloaded")
+        assert client.post("/pooling", json=BODY).status_code == 200
 
 
 def test_a_map_is_kept_with_all_that_qgis_opens(tmp_path: Path) -> None:
@@ -308,6 +352,7 @@ def test_a_map_is_kept_with_all_that_qgis_opens(tmp_path: Path) -> None:
         begun = client.post("/v1/scenes?model=map", content=SCENE.read_bytes(), headers=upload)
         shown = finished(client, begun.headers["location"])
         assert shown["state"] == "done", shown
+        assert 0 < shown["tiles"] == shown["tiles_done"]
         assert [file["name"] for file in shown["files"]] == [
             "mask.tif", "probabilities.tif", "preview.png", "mask.geojson", "mask.gpkg", "mask.qml", "item.json",
         ]  # fmt: skip
@@ -330,3 +375,77 @@ def test_a_map_is_kept_with_all_that_qgis_opens(tmp_path: Path) -> None:
         )
         assert package.content.startswith(b"SQLite format 3\0")
         assert until(lambda: not list(spool.iterdir()))
+
+
+def test_ogc_clients_run_the_same_jobs(tmp_path: Path) -> None:
+    """From the landing page to the results, by links alone; errors are OGC's exceptions with ours within."""
+    spool = tmp_path / "spool"
+    spool.mkdir()
+    with (
+        map_engine(spool) as engine,
+        run_fake(engine, FakeEngine("other"), scenes={"folder": tmp_path / "scenes"}) as gateway,
+        gateway.client() as client,
+    ):
+
+        def linked(shown: dict[str, Any], rel: str) -> str:
+            return next(str(link["href"]) for link in shown["links"] if link["rel"].endswith(rel))
+
+        landing = client.get("/ogc").json()
+        assert any(
+            name.endswith("/conf/core") for name in client.get("/ogc/conformance").json()["conformsTo"]
+        )
+        (process,) = client.get(linked(landing, "/processes")).json()["processes"]
+        described = client.get(linked(process, "self")).json()
+        assert (described["id"], "async-execute" in described["jobControlOptions"]) == ("map", True)
+        scene = {"value": base64.b64encode(SCENE.read_bytes()).decode(), "mediaType": "image/tiff"}
+        body = {
+            "inputs": {"scene": scene, "window": [0, 0, 64, 48]},
+            "outputs": {"mask": {}, "polygons": {"transmissionMode": "reference"}},
+        }
+        begun = client.post(linked(described, "/execute"), json=body, headers={"prefer": "respond-async"})
+        where = begun.headers["location"]
+        assert (begun.status_code, where) == (201, linked(begun.json(), "self"))
+        assert until(lambda: client.get(where).json()["status"] in ("successful", "failed"))
+        done = client.get(where).json()
+        assert (done["status"], done["progress"], done["processID"]) == ("successful", 100, "map"), done
+        results = client.get(linked(done, "/results")).json()
+        assert list(results) == ["mask", "polygons"]
+        assert client.get(results["polygons"]["href"]).json()["type"] == "FeatureCollection"
+        assert [job["jobID"] for job in client.get(linked(landing, "/job-list")).json()["jobs"]] == [
+            done["jobID"]
+        ]
+        assert client.get(f"/v1/scenes/{done['jobID']}").json()["state"] == "done"
+        refused = client.post(
+            "/ogc/processes/map/execution", json={"inputs": {"scene": "AAAA", "indexes": [1]}}
+        )
+        lost = refused.headers["location"]
+        assert until(lambda: client.get(lost).json()["status"] == "failed")
+        assert "did you mean 'indices'?" in client.get(lost).json()["message"]
+        assert client.get(f"{lost}/results").status_code == 500
+        assert client.delete(where).json()["status"] == "dismissed"
+        for path, kind in ((where, "no-such-job"), ("/ogc/processes/other", "no-such-process")):
+            gone = client.get(path)
+            assert (gone.status_code, gone.json()["type"].rpartition("/")[2]) == (404, kind)
+            assert gone.json()["error"]["request_id"]
+
+
+BOXES = [
+    ({"bbox": {"bbox": [1, 2, 3, 4]}}, {"bbox": [1, 2, 3, 4]}),
+    (
+        {"bbox": {"bbox": [1, 2, 3, 4], "crs": "http://www.opengis.net/def/crs/OGC/1.3/CRS84"}},
+        {"bbox": [1, 2, 3, 4], "bbox_crs": "EPSG:4326"},
+    ),
+    (
+        {"bbox": {"bbox": [1, 2, 3, 4], "crs": "http://www.opengis.net/def/crs/EPSG/0/32633"}},
+        {"bbox": [1, 2, 3, 4], "bbox_crs": "EPSG:32633"},
+    ),
+    ({"scene": {"href": "https://a.org/s.tif"}}, {"data": "https://a.org/s.tif", "data_format": "url"}),
+    ({"item": {"href": "https://a.org/i.json"}}, {"item": "https://a.org/i.json"}),
+    ({"assets": {"B02": {"href": "u"}}}, {"assets": {"B02": {"data": "u", "data_format": "url"}}}),
+]
+
+
+@pytest.mark.parametrize(("inputs", "data"), BOXES)
+def test_ogc_inputs_are_the_plugins_fields(inputs: dict[str, Any], data: dict[str, Any]) -> None:
+    """Links, boxes and their CRSs in OGC's forms."""
+    assert data_of({"inputs": inputs}) == data

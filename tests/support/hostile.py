@@ -56,6 +56,8 @@ VALUES: dict[str, tuple[bytes, str, str]] = {
 
 OTHER_FORMS: dict[str, dict[str, Any]] = {
     "/mcp": {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}},
+    "/v1/scenes": {"model": "embed", "data": {}},
+    "/ogc/processes/{process}/execution": {"inputs": {}},
     "/v1/load_lora_adapter": {"lora_name": "x", "lora_path": "/nowhere"},
     "/v1/unload_lora_adapter": {"lora_name": "x"},
 }

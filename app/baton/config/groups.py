@@ -235,7 +235,7 @@ class SceneSettings(Frozen):
     """`[scenes]`: the jobs of `/v1/scenes`, whose files are kept."""
 
     budget: ByteSize = Field(
-        ByteSize(8192 * MIB),
+        ByteSize(2048 * MIB),
         ge=0,
         description="Bytes of kept files; the oldest scenes of the tenant with most bytes make room. 0: no "
         "scene is kept.",
@@ -248,7 +248,7 @@ class SceneSettings(Frozen):
     folder: Path | None = Field(
         None,
         description="Folder of this user's, where they are kept. Unset: the folder `scenes` in that of "
-        "`handoffs.store`.",
+        "`handoffs.store`; where that is unset too, in `~/.cache/baton`.",
     )
 
 

@@ -314,7 +314,9 @@ class Settings(BaseSettings):
         """Return the folder of the scenes that are kept."""
         if self.scenes.folder is not None:
             return self.scenes.folder.expanduser()
-        return Path(self.handoff_store.removeprefix("file:")) / "scenes"
+        if self.handoffs.store is not None:
+            return Path(self.handoffs.store.removeprefix("file:")) / "scenes"
+        return user_folder("XDG_CACHE_HOME", ".cache").expanduser() / "baton" / "scenes"  # not in memory
 
     @property
     def keys_file(self) -> Path:

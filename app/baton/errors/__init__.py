@@ -37,6 +37,7 @@
     │   ├── BodyTooLarge             413 body_too_large
     │   ├── UriTooLong               414 uri_too_long
     │   ├── UnsupportedMediaType     415 unsupported_media_type
+    │   ├── RangeNotSatisfiable      416 range_not_satisfiable
     │   ├── HostNotAllowed           421 host_not_allowed
     │   ├── Unprocessable            422 unprocessable
     │   ├── HeadersTooLarge          431 headers_too_large
@@ -342,6 +343,14 @@ class IdempotencyKeyReused(ClientError):
     default_message = (
         "A request with another body had this Idempotency-Key; take a new key for a new request."
     )
+
+
+class RangeNotSatisfiable(ClientError):
+    code = "range_not_satisfiable"
+    status = 416
+
+    def __init__(self, size: int = 0) -> None:
+        super().__init__(f"The file has {size} bytes; the range begins after them.", param="range")
 
 
 class RequestTimeout(ClientError):

@@ -160,6 +160,49 @@ PLUGIN_ERRORS = {
     "406": "The plugin cannot answer with a media type that `Accept` names.",
     "504": "The plugin took too long.",
 }
+IDEMPOTENCY_KEY = {
+    "name": "Idempotency-Key",
+    "in": "header",
+    "description": "The same request with the same key begins one job, however often it is sent.",
+    "schema": {"type": "string", "maxLength": 255},
+}
+EXECUTION: dict[str, Any] = {
+    "type": "object",
+    "description": "An execution of OGC API - Processes.",
+    "required": ["inputs"],
+    "properties": {"inputs": {"type": "object"}, "outputs": {"type": "object"}},
+}
+KEY_REUSED = {"409": "Another request had this `Idempotency-Key`."}
+SCENE: dict[str, Any] = {
+    "type": "object",
+    "required": ["id", "object", "model", "state", "percent", "created_at", "files"],
+    "properties": {
+        "id": {"type": "string"},
+        "object": {"const": "scene"},
+        "model": {"type": "string"},
+        "state": {"enum": ["queued", "running", "done", "failed"]},
+        "percent": {"type": "integer"},
+        "tiles": {"type": ["integer", "null"]},
+        "tiles_done": {"type": ["integer", "null"]},
+        "bytes_fetched": {"type": ["integer", "null"]},
+        "created_at": {"type": "integer"},
+        "finished_at": {"type": ["integer", "null"]},
+        "expires_at": {"type": ["integer", "null"]},
+        "error": {"type": ["object", "null"], "description": "`code`, `message` and `retryable`."},
+        "files": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {
+                    "name": {"type": "string"},
+                    "media_type": {"type": "string"},
+                    "bytes": {"type": "integer"},
+                    "href": {"type": "string"},
+                },
+            },
+        },
+    },
+}
 REFUSALS = {
     "401": "A valid API key is needed.",
     "421": "The gateway does not answer under the host that the request names.",
@@ -291,6 +334,16 @@ def _add_schemas(openapi: dict[str, Any]) -> None:
                 for status in OPERATION_ERRORS:  # the protocol has errors of its own shape
                     content = responses[status]["content"]["application/json"]
                     content["schema"] = {"anyOf": [content["schema"], MESSAGE]}
+            if path.startswith("/v1/scenes"):
+                _describe_scenes(path, method, operation, vllm)
+            if path.startswith("/ogc"):
+                _add_errors(
+                    responses, {status: OPERATION_ERRORS[status] for status in ("404", "429", "500", "503")}
+                )
+                if method == "post":
+                    _take(operation, EXECUTION)
+                    operation.setdefault("parameters", []).append(IDEMPOTENCY_KEY)
+                    _add_errors(responses, OPERATION_ERRORS | KEY_REUSED)
             if path.startswith(("/v1/handoffs", "/v1/warm")):
                 _describe_handoffs(path, method, operation)
 
@@ -331,6 +384,32 @@ def _describe_plugins(operation: dict[str, Any], content: dict[str, Any]) -> Non
     taken |= dict.fromkeys(sorted(UPLOAD_TYPES), BINARY)
     operation["parameters"] = UPLOAD_PARAMETERS
     _add_errors(operation["responses"], PLUGIN_ERRORS)
+
+
+def _describe_scenes(path: str, method: str, operation: dict[str, Any], vllm: dict[str, Any]) -> None:
+    """Describe scenes as jobs, whose requests are those of `/pooling`."""
+    responses = operation["responses"]
+    _add_errors(responses, {status: OPERATION_ERRORS[status] for status in ("400", "429", "500", "503")})
+    if method == "post":
+        _take(operation, vllm["operations"][Operation.POOLING.value]["request"])
+        _describe_plugins(operation, {"application/json": {"schema": {}}})
+        operation["parameters"] = [*UPLOAD_PARAMETERS, IDEMPOTENCY_KEY]
+        responses["202"]["content"] = {"application/json": {"schema": SCENE}}
+        _add_errors(responses, OPERATION_ERRORS | KEY_REUSED)
+    elif path.endswith("/{name}"):
+        responses["200"]["content"] = {"*/*": BINARY}
+        responses["206"] = {
+            "description": "The range of the file that `Range` names.",
+            "content": {"*/*": BINARY},
+        }
+        responses["304"] = {"description": "The client has the file already (`If-None-Match`)."}
+        of_files = {
+            "409": "The scene has no files: it is not done, or has failed.",
+            "416": "The file is shorter than the range that `Range` names.",
+        }
+        _add_errors(responses, of_files)
+    elif method == "get" and path.endswith("}"):
+        responses["200"]["content"] = {"application/json": {"schema": SCENE}}
 
 
 def _describe_handoffs(path: str, method: str, operation: dict[str, Any]) -> None:

@@ -1,8 +1,9 @@
 """Run plugins' requests as jobs whose files are kept: `/v1/scenes`.
 
-A job is a folder: `job.json` says what it is, `files` holds what it made. The gateway that runs a job holds a
-lock on its folder, so that whoever finds an unfinished one without a lock knows that its gateway is gone: the
-job has failed then, and has no files. Files are written beside, and appear all at once.
+A job is a folder: `job.json` says what it is, `request.json` what a JSON request asked until it has its turn,
+and `files` holds what it made. The gateway that runs a job holds a lock on its folder, so that whoever finds
+an unfinished one without a lock knows that its gateway is gone: the job has failed then, and has no files.
+Files are written beside, and appear all at once.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import os
 import secrets
 import shutil
+import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
@@ -32,10 +34,12 @@ from baton.errors import (
     BatonError,
     GatewayOverloaded,
     IdempotencyKeyReused,
+    InternalError,
     OperationUnsupported,
     SceneNotFound,
     SceneNotReady,
 )
+from baton.pooling.errors import where
 from baton.pooling.plugin import ResultFile, Upload
 from baton.pooling.run import Runner
 from baton.telemetry.ids import RequestContext
@@ -45,7 +49,7 @@ from baton_kv.folders import make_folder
 log = structlog.get_logger("baton.pooling")
 
 State = Literal["queued", "running", "done", "failed"]
-RECORD, FILES, PART = "job.json", "files", "files.part"
+RECORD, WORK, FILES, PART = "job.json", "request.json", "files", "files.part"
 PREFIX = "scene-"
 LOST = {
     "code": "scene_lost",
@@ -109,12 +113,21 @@ class Job:
 
 @dataclass(eq=False)
 class _Running:
-    """A job of this gateway that is not finished."""
+    """A job of this gateway that is not finished.
+
+    Attributes:
+        lock: descriptor that holds the lock on its folder.
+        size: bytes of its request, which wait on disk.
+        over: set when it has ended, for threads that still work for it.
+    """
 
     job: Job
     context: RequestContext
     runner: Runner
     lock: int
+    size: int
+    writing: threading.Lock = field(default_factory=threading.Lock)
+    over: threading.Event = field(default_factory=threading.Event)
     task: asyncio.Task[None] | None = None
 
 
@@ -155,6 +168,8 @@ class SceneJobs:
         model: str,
         key: str,
         body: bytes,
+        size: int,
+        sent: bytes | None = None,
         release: Callable[[], Awaitable[None]],
         keep: Callable[[asyncio.Task[None], RequestContext], None] = lambda _task, _context: None,
     ) -> Job:
@@ -163,13 +178,15 @@ class SceneJobs:
         Args:
             key: the `Idempotency-Key`; empty: there is none.
             body: digest of the request, to which the key belongs.
+            size: bytes of the request.
+            sent: a JSON request as it came, of which `work` is what counts; None: `work` is written anew.
             release: called when the work is not needed any more.
             keep: called with the job's task, and the context in which it counts tokens.
 
         Raises:
             OperationUnsupported: this server keeps no scenes.
             IdempotencyKeyReused: the key came with another body.
-            EngineOverloaded: too many jobs wait already.
+            GatewayOverloaded: too many jobs wait already, or too many bytes.
         """
         if not self._settings.budget:
             await release()
@@ -187,6 +204,8 @@ class SceneJobs:
                 await release()
                 return known
             self._places.require_room(context.tenant)
+            if sum(running.size for running in self._running.values()) + size > self._settings.budget:
+                raise _no_place(None)
             job = Job(
                 PREFIX + secrets.token_hex(16),
                 context.tenant,
@@ -196,15 +215,23 @@ class SceneJobs:
                 digest,
                 body.hex(),
             )
-            lock = await in_own_thread(self._make, job)
+            try:
+                lock = await in_own_thread(self._make, job, work, sent)
+            except OSError as error:
+                log.error("scenes_not_kept", cause=f"{type(error).__name__}: {error.strerror}")
+                raise GatewayOverloaded(
+                    "This server cannot keep scenes just now; its log says why."
+                ) from None
         except BaseException:
             await release()
             raise
         finally:
             self._turn.release()
-        running = _Running(job, replace(context, request_id=job.id), runner, lock)
+        running = _Running(job, replace(context, request_id=job.id), runner, lock, size)
         self._running[job.id] = running
-        running.task = asyncio.create_task(self._run(running, work, release), name=job.id)
+        upload = work if isinstance(work, Upload) else None
+        fields = () if isinstance(work, Upload) else tuple(work)
+        running.task = asyncio.create_task(self._run(running, upload, fields, release), name=job.id)
         keep(running.task, running.context)
         await asyncio.sleep(0)  # it begins, for a task that is cancelled before that would clean nothing up
         return job
@@ -267,15 +294,24 @@ class SceneJobs:
         await in_own_thread(shutil.rmtree, self._folder / job_id, True)
 
     async def _run(
-        self, running: _Running, work: Json | Upload, release: Callable[[], Awaitable[None]]
+        self,
+        running: _Running,
+        upload: Upload | None,
+        fields: tuple[str, ...],
+        release: Callable[[], Awaitable[None]],
     ) -> None:
         error: dict[str, Any] | None = LOST
         try:
             async with self._places.place(running.job.tenant):
                 await self._note(running, replace(running.job, state="running"))
+                work: Json | Upload = upload or {}
+                if upload is None:
+                    work = await in_own_thread(self._take_work, running.job, fields)
                 answer = await running.runner.run(work, running.context, keep=True)
                 try:
-                    files = await in_own_thread(self._keep, running.job, await answer.files())
+                    progress = await running.runner.progress(running.context)
+                    running.job = replace(running.job, progress=progress)
+                    files = await in_own_thread(self._keep, running, await answer.files())
                 finally:
                     await answer.close()
             error = TOO_LARGE if files is None else None
@@ -285,7 +321,11 @@ class SceneJobs:
         except OSError as failed:
             log.error("scene_not_kept", cause=type(failed).__name__)
             error = {"code": "scene_not_kept", "message": "The files could not be kept.", "retryable": True}
+        except Exception as failed:  # noqa: BLE001  # the border of the job: nobody awaits its task
+            log.error("scene_failed", scene=running.job.id, cause=where(failed))
+            error = {"code": InternalError.code, "message": InternalError().message, "retryable": False}
         finally:
+            running.over.set()
             now = self._wall()
             state: State = "done" if error is None else "failed"
             expires_at = now + self._settings.ttl_s
@@ -298,17 +338,30 @@ class SceneJobs:
 
     async def _note(self, running: _Running, job: Job) -> None:
         running.job = job
-        await in_own_thread(self._write, job)
+        await in_own_thread(self._write_newest, running)
 
-    def _make(self, job: Job) -> int:
+    def _make(self, job: Job, work: Json | Upload, sent: bytes | None) -> int:
         """Make a job's folder, and return the descriptor that locks it."""
         make_folder(self._folder)
         folder = self._folder / job.id
         folder.mkdir(0o700)
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         fcntl.flock(lock, fcntl.LOCK_EX)
+        if not isinstance(work, Upload):
+            (folder / WORK).write_bytes(json.dumps(work).encode() if sent is None else sent)
         self._write(job)
         return lock
+
+    def _take_work(self, job: Job, fields: tuple[str, ...]) -> Json:
+        """Read the fields of a JSON request that count; it waited on disk."""
+        work: Json = json.loads((self._folder / job.id / WORK).read_bytes())
+        (self._folder / job.id / WORK).unlink()
+        return {field: work[field] for field in fields}
+
+    def _write_newest(self, running: _Running) -> None:
+        """Write a job as it is now: a thread whose waiter was cancelled may come last."""
+        with running.writing:
+            self._write(running.job)
 
     def _write(self, job: Job) -> None:
         record = self._folder / job.id / RECORD
@@ -324,7 +377,7 @@ class SceneJobs:
         try:
             said = json.loads((folder / RECORD).read_text())
             job = Job(**said | {"files": tuple(KeptFile(**file) for file in said["files"])})
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError, TypeError, KeyError):
             log.error("scene_record_unreadable", scene=job_id)
@@ -333,6 +386,7 @@ class SceneJobs:
             shutil.rmtree(folder, ignore_errors=True)
             return None
         if job.state in ("queued", "running") and job.id not in self._running and _is_free(folder):
+            (folder / WORK).unlink(missing_ok=True)
             for part in (FILES, PART):
                 shutil.rmtree(folder / part, ignore_errors=True)
             now = self._wall()
@@ -344,36 +398,43 @@ class SceneJobs:
     def _every(self) -> list[Job]:
         try:
             names = [name for name in os.listdir(self._folder) if name.startswith(PREFIX)]
-        except FileNotFoundError:
+        except OSError:
             return []
         return [job for name in names if (job := self._read(name)) is not None]
 
-    def _keep(self, job: Job, files: list[ResultFile]) -> tuple[KeptFile, ...] | None:
+    def _keep(self, running: _Running, files: list[ResultFile]) -> tuple[KeptFile, ...] | None:
         """Copy a job's files into its folder; None: they do not fit into the budget."""
+        job = running.job
         kept = tuple(KeptFile(file.name, file.media_type, file.path.stat().st_size) for file in files)
         need = sum(file.bytes for file in kept)
-        if need > self._settings.budget or not self._make_room(need):
+        if need > self._settings.budget or not self._make_room(job.tenant, need):
             return None
         folder = self._folder / job.id
         (folder / PART).mkdir(0o700)
         for file in files:
-            shutil.copyfile(file.path, folder / PART / file.name)
+            if not running.over.is_set():
+                shutil.copyfile(file.path, folder / PART / file.name)
         (folder / PART).rename(folder / FILES)
+        if running.over.is_set():
+            shutil.rmtree(folder / FILES, ignore_errors=True)
         return kept
 
-    def _make_room(self, need: int) -> bool:
-        """Remove the oldest finished jobs of the tenants with most bytes, until there is room."""
+    def _make_room(self, tenant: str, need: int) -> bool:
+        """Remove the oldest finished jobs of the tenants with most bytes, until there is room.
+
+        Args:
+            tenant: that needs it; what it needs counts as its own already.
+        """
         done = sorted((job for job in self._every() if job.state == "done"), key=lambda job: job.created_at)
-        used = Counter[str]()
+        used = Counter({tenant: need})
         for job in done:
             used[job.tenant] += job.bytes
-        while done and used.total() + need > self._settings.budget:
-            most = used.most_common(1)[0][0]
-            victim = next(job for job in done if job.tenant == most)
+        while done and used.total() > self._settings.budget:
+            victim = max(done, key=lambda job: used[job.tenant])  # of equals the first, which is the oldest
             done.remove(victim)
-            used[most] -= victim.bytes
+            used[victim.tenant] -= victim.bytes
             shutil.rmtree(self._folder / victim.id, ignore_errors=True)
-        return used.total() + need <= self._settings.budget
+        return used.total() <= self._settings.budget
 
 
 def _is_free(folder: Path) -> bool:

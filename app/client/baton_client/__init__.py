@@ -20,12 +20,22 @@ from baton_client.errors import (
     NotAllowed,
     NotFound,
     Overloaded,
+    SceneFailed,
     ServerFailed,
     TimedOut,
 )
 from baton_client.handoffs import AsyncHandoffs, Handoffs
 from baton_client.transport import AsyncHandoffTransport, HandoffTransport
-from baton_client.values import Answer, ContextMessages, Engine, Handoff, Progress, SceneAnswer, Source
+from baton_client.values import (
+    Answer,
+    ContextMessages,
+    Engine,
+    Handoff,
+    KeptScene,
+    Progress,
+    SceneAnswer,
+    Source,
+)
 
 __version__ = "0.1.0"
 
@@ -50,11 +60,13 @@ __all__ = [
     "HandoffTransport",
     "Handoffs",
     "InvalidRequest",
+    "KeptScene",
     "NotAllowed",
     "NotFound",
     "Overloaded",
     "Progress",
     "SceneAnswer",
+    "SceneFailed",
     "ServerFailed",
     "Source",
     "TimedOut",

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import httpx
 
 from baton_client import routes
+from baton_client.call import Report
 from baton_client.conversation import AsyncConversation, Conversation
 from baton_client.driver import AsyncDriver, Driver, awaiting, blocking
 from baton_client.handoffs import AsyncHandoffs, Handoffs
 from baton_client.retries import Retries
-from baton_client.routes import Start
+from baton_client.routes import Parameter, Start
+from baton_client.scripts import keep_scene
 from baton_client.turns import first_turns
+from baton_client.values import KeptScene
 from baton_client.wire import client_options
 
 BASE_URL = "http://127.0.0.1:8000"
@@ -66,6 +71,38 @@ class Baton:
     models = blocking(routes.models)
     scene = blocking(routes.scene)
     engines = blocking(routes.list_engines)
+    get_scene = blocking(routes.get_scene)
+    delete_scene = blocking(routes.delete_scene)
+
+    def keep_scene(
+        self,
+        model: str,
+        scene: str | Path | bytes | Mapping[str, Any],
+        folder: str | Path | None = None,
+        *,
+        progress: Report | None = None,
+        key: str | None = None,
+        media_type: str | None = None,
+        **parameters: Parameter,
+    ) -> KeptScene:
+        """Send a scene as a job, follow it until it is done, and write its files to a folder.
+
+        Args:
+            scene: path of the file, or its bytes; or `data` of a JSON request, as with `assets` or `item`.
+            folder: that its files are written to; None: they stay at the gateway, under their names.
+            progress: called with a `Progress` for each piece sent or received, and for tiles meanwhile.
+            key: with which the same scene is begun once alone, however often it is sent; None: a new one.
+            media_type: of the scene; None: by the file's name, of bytes `image/tiff`.
+            parameters: the plugin's own, such as `bbox=[14.1, 45.0, 14.3, 45.2]`.
+
+        Raises:
+            SceneFailed: the gateway refused it, or failed.
+            FileNotFoundError: there is no such file or folder.
+        """
+        retries = self._driver.retries
+        return self._driver.run(
+            keep_scene(retries, model, scene, folder, progress, key, media_type, parameters)
+        )
 
     def conversation(
         self,
@@ -123,6 +160,38 @@ class AsyncBaton:
     models = awaiting(routes.models)
     scene = awaiting(routes.scene)
     engines = awaiting(routes.list_engines)
+    get_scene = awaiting(routes.get_scene)
+    delete_scene = awaiting(routes.delete_scene)
+
+    async def keep_scene(
+        self,
+        model: str,
+        scene: str | Path | bytes | Mapping[str, Any],
+        folder: str | Path | None = None,
+        *,
+        progress: Report | None = None,
+        key: str | None = None,
+        media_type: str | None = None,
+        **parameters: Parameter,
+    ) -> KeptScene:
+        """Send a scene as a job, follow it until it is done, and write its files to a folder.
+
+        Args:
+            scene: path of the file, or its bytes; or `data` of a JSON request, as with `assets` or `item`.
+            folder: that its files are written to; None: they stay at the gateway, under their names.
+            progress: called with a `Progress` for each piece sent or received, and for tiles meanwhile.
+            key: with which the same scene is begun once alone, however often it is sent; None: a new one.
+            media_type: of the scene; None: by the file's name, of bytes `image/tiff`.
+            parameters: the plugin's own, such as `bbox=[14.1, 45.0, 14.3, 45.2]`.
+
+        Raises:
+            SceneFailed: the gateway refused it, or failed.
+            FileNotFoundError: there is no such file or folder.
+        """
+        retries = self._driver.retries
+        return await self._driver.run(
+            keep_scene(retries, model, scene, folder, progress, key, media_type, parameters)
+        )
 
     def conversation(
         self,

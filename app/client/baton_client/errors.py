@@ -6,6 +6,7 @@ BatonError
 ├── BadAnswer               what answered is no Baton gateway, or the answer is too large
 ├── HandoffFailed           the request that should have saved the handoff failed
 ├── HandoffNotReady         the handoff is still pending after the time that was given
+├── SceneFailed             a scene that was sent as a job failed
 └── ApiError                the gateway answered with an error
     ├── InvalidRequest      400, 413, 422 and other 4xx: the request has to be changed
     ├── NotAllowed          401, 403: the key is missing, wrong, or may not do this
@@ -71,6 +72,20 @@ class HandoffFailed(BatonError):
 
 class HandoffNotReady(BatonError):
     """The handoff is still pending after the time that was given; wait longer."""
+
+
+class SceneFailed(BatonError):
+    """A scene that was sent as a job failed.
+
+    Attributes:
+        scene_id: its name under `/v1/scenes`.
+        code: the error's stable name, such as `raster_unusable`; None: the gateway named none.
+    """
+
+    def __init__(self, message: str, scene_id: str, code: str | None) -> None:
+        super().__init__(message)
+        self.scene_id = scene_id
+        self.code = printable(code)
 
 
 class ApiError(BatonError):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 from urllib.parse import quote
 
 from baton_client.call import Call, Reply, Report, Told, Upload
-from baton_client.values import Answer, ContextMessages, Engine, Handoff, Json, SceneAnswer
+from baton_client.values import Answer, ContextMessages, Engine, Handoff, Json, KeptScene, SceneAnswer
 
 PAGE_ROWS = 100
 """Most handoffs of a page."""
@@ -297,6 +297,45 @@ def scene(
         path,
         progress,
     )
+
+
+def begin_scene(
+    model: str,
+    scene: str | Path | bytes | Mapping[str, Any],
+    key: str,
+    progress: Report | None,
+    media_type: str | None,
+    parameters: Mapping[str, Parameter],
+) -> Call[KeptScene]:
+    """Return the call that begins a scene as a job; a mapping is `data` of a JSON request."""
+    headers = {"Idempotency-Key": key}
+    if isinstance(scene, Mapping):
+        body: Json | Upload = {"model": model, "data": {**scene, **parameters}}
+        return Call("POST", "/v1/scenes", _kept, body, headers=headers)
+    upload = Upload(scene if isinstance(scene, bytes) else Path(scene), progress)
+    headers |= {"Content-Type": media_type or _media_type(scene), "Content-Length": str(upload.size)}
+    params = {"model": model} | {name: _joined(value) for name, value in parameters.items()}
+    return Call("POST", "/v1/scenes", _kept, upload, params, headers)
+
+
+def get_scene(scene_id: str) -> Call[KeptScene]:
+    """Return a scene that was sent as a job, with its state and files."""
+    return Call("GET", f"/v1/scenes/{quote(scene_id, safe='')}", _kept)
+
+
+def delete_scene(scene_id: str) -> Call[None]:
+    """End a scene that was sent as a job if it runs, and delete its files."""
+    return Call("DELETE", f"/v1/scenes/{quote(scene_id, safe='')}", lambda _: None)
+
+
+def scene_file(scene_id: str, name: str, target: Path, progress: Report | None) -> Call[Path]:
+    """Return the call that writes a file of a scene to `target`."""
+    path = f"/v1/scenes/{quote(scene_id, safe='')}/{quote(name, safe='')}"
+    return Call("GET", path, lambda _: target, target=target, report=progress)
+
+
+def _kept(reply: Reply) -> KeptScene:
+    return KeptScene.of(_json(reply))
 
 
 def _joined(value: Parameter) -> str:

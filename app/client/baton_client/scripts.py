@@ -1,16 +1,18 @@
-"""Write down what takes more than one request: retries, and waiting for a handoff."""
+"""Write down what takes more than one request: retries, waiting for a handoff or a scene."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import count
+from pathlib import Path
 from typing import Any, TypeVar
+from uuid import uuid4
 
 from baton_client import routes
-from baton_client.call import Call, Pause, Reply, Script
+from baton_client.call import Call, Pause, Reply, Report, Script
 from baton_client.errors import (
     ApiError,
     BadAnswer,
@@ -18,11 +20,12 @@ from baton_client.errors import (
     HandoffFailed,
     HandoffNotReady,
     NotFound,
+    SceneFailed,
     error_class,
 )
 from baton_client.retries import Retries, retry_after
-from baton_client.routes import Start
-from baton_client.values import Handoff
+from baton_client.routes import Parameter, Start
+from baton_client.values import Handoff, KeptScene, Progress
 
 T = TypeVar("T")
 FIRST_POLL_S, LONGEST_POLL_S = 0.05, 1.0
@@ -119,3 +122,44 @@ def until_ready(
             )
         yield Pause(min(pause_s, left))
         pause_s = min(2 * pause_s, LONGEST_POLL_S)
+
+
+def keep_scene(
+    retries: Retries,
+    model: str,
+    scene: str | Path | bytes | Mapping[str, Any],
+    folder: str | Path | None,
+    progress: Report | None,
+    key: str | None,
+    media_type: str | None,
+    parameters: Mapping[str, Parameter],
+) -> Script[KeptScene]:
+    """Send a scene as a job, follow it until it is done, and fetch its files.
+
+    Raises:
+        SceneFailed: the gateway refused it, or failed.
+        BadAnswer: a file has a name that is none.
+        FileNotFoundError: there is no such folder.
+    """
+    path = None if folder is None else Path(folder)
+    if path is not None and not path.is_dir():
+        raise FileNotFoundError(f"The files cannot be written: there is no folder {path}.")
+    call = routes.begin_scene(model, scene, key or uuid4().hex, progress, media_type, parameters)
+    kept = yield from exchange(call, retries)
+    pause_s = FIRST_POLL_S
+    while kept.state in ("queued", "running"):
+        yield Pause(pause_s)
+        pause_s = min(2 * pause_s, LONGEST_POLL_S)
+        kept = yield from exchange(routes.get_scene(kept.id), retries)
+        if progress is not None:
+            progress(Progress("computing", kept.tiles_done or 0, kept.tiles))
+    if kept.state != "done":
+        error = kept.error or {}
+        raise SceneFailed(str(error.get("message") or "The scene failed."), kept.id, error.get("code"))
+    if path is None:
+        return kept
+    for name in kept.files:
+        if Path(name).name != name or name.startswith("."):
+            raise BadAnswer("The answer names a file that is outside of the folder.")
+        yield from exchange(routes.scene_file(kept.id, name, path / name, progress), retries)
+    return kept

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -180,19 +180,65 @@ class Answer:
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of a scene's upload, or of the download of its answer.
+    """The progress of a scene's upload, of its work as a job, or of the download of its answer.
 
-    Between the last `sending` and the first `receiving` the gateway computes; it reports nothing meanwhile.
+    Between the last `sending` and the first `receiving` the gateway computes; it reports nothing meanwhile,
+    but of a job (`keep_scene`).
 
     Attributes:
-        stage: `sending` the scene or `receiving` the answer.
-        done: number of bytes so far.
-        total: number of bytes in all; None: the gateway did not say.
+        stage: `sending` the scene, `computing` it as a job, or `receiving` the answer.
+        done: number of bytes so far; while computing, of tiles.
+        total: number of bytes or tiles in all; None: the gateway did not say.
     """
 
-    stage: Literal["sending", "receiving"]
+    stage: Literal["sending", "computing", "receiving"]
     done: int
     total: int | None
+
+
+@dataclass(frozen=True)
+class KeptScene:
+    """A scene as a job, whose files the gateway keeps for a while.
+
+    Attributes:
+        id: its name under `/v1/scenes`.
+        state: `queued`, `running`, `done` or `failed`.
+        percent: 0 to 100.
+        tiles: tiles of the scene; None: not known yet.
+        tiles_done: of them; None: not known yet.
+        bytes_fetched: bytes that the gateway fetched of files by ranges; None: not known.
+        error: code and message of a failed one; None: it has not failed.
+        files: names of its files.
+        expires_at: until when they are kept, seconds since the epoch; None: it is not finished.
+        body: all that the gateway says of it.
+    """
+
+    id: str
+    state: str
+    percent: int
+    tiles: int | None
+    tiles_done: int | None
+    bytes_fetched: int | None
+    error: Json | None
+    files: tuple[str, ...]
+    expires_at: int | None
+    body: Json = field(repr=False)
+
+    @classmethod
+    def of(cls, body: Json) -> KeptScene:
+        """Read it from the gateway's answer."""
+        return cls(
+            id=body["id"],
+            state=body["state"],
+            percent=body["percent"],
+            tiles=body.get("tiles"),
+            tiles_done=body.get("tiles_done"),
+            bytes_fetched=body.get("bytes_fetched"),
+            error=body.get("error"),
+            files=tuple(file["name"] for file in body["files"]),
+            expires_at=body.get("expires_at"),
+            body=body,
+        )
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ import socket
 import time
 import traceback
 import warnings
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +50,7 @@ from baton_geo.raster.reading.headers import (
     check_memory,
     check_size,
     recognise,
+    want,
 )
 from baton_geo.raster.reading.image import ImageSource
 from baton_geo.raster.reading.parts import PartOfScene, Stack, bands_of, wanted_window
@@ -113,12 +113,12 @@ class Child:
             if spec.fetched is None:
                 files.append(RasterFile(fd))
             else:
-                files.append(RangedFile(fd, spec.fetched, partial(self._ask, number)))
+                files.append(RangedFile(fd, number, spec.fetched, self._ask))
         return files
 
-    def _ask(self, number: int, pages: list[tuple[int, int]]) -> None:
-        """Have the gateway fetch pages of a file."""
-        send(self._sock, {"need": number, "pages": pages})
+    def _ask(self, wanted: list[Any]) -> None:
+        """Have the gateway fetch pages of files; see `RangedFile`."""
+        send(self._sock, {"need": wanted})
         receive(self._sock, self._room)
 
     def _answer(self, job: SceneJob, header: dict[str, Any], length: int) -> None:
@@ -185,7 +185,7 @@ def open_file(file: RasterFile, spec: FileSpec, request: SceneRequest) -> Source
     check_file(file.size, request)
     if kind == "TIFF":
         return GeoTiff(file, request, spec)
-    file.want([(0, file.size)])
+    want([(file, [(0, file.size)])])
     return ImageSource(file.fd, kind, request)
 
 
@@ -360,7 +360,8 @@ class SceneJob:
         source = self._source
         check = self._new_check(bands, line)
         whole = source.width * source.height * len(bands) <= SMALL
-        if source.first_look > COSTLY_BYTES and not whole:
+        by_ranges = any(spec.fetched is not None for spec in self._request.files)
+        if (by_ranges or source.first_look > COSTLY_BYTES) and not whole:  # spots cost a request each
             return
         until = time.monotonic() + SAMPLING_SECONDS
         for top, left, rows, columns in _spots(source.width, source.height, whole):

@@ -91,17 +91,17 @@ class ChildHandle:
 class RangeFetch(Protocol):
     """Fetches parts of a scene's files that are at addresses."""
 
-    def fetch(self, number: int, pages: object, deadline: float) -> None:
-        """Write pages of a file, a list of [first, number of pages]; blocks until they are there.
+    def fetch(self, need: object, deadline: float) -> None:
+        """Write pages of files; blocks until they are there.
 
         Args:
-            number: of the file.
-            pages: as a child asked for them, which a raster may have taken over.
+            need: [number of the file, [[first, number of pages], ...]] each, as a child asked for them, which
+                a raster may have taken over.
             deadline: seconds on the monotonic clock.
 
         Raises:
             GeoError: they could not be fetched.
-            ValueError, TypeError: the file has no such pages.
+            ValueError, TypeError: there are no such files or pages.
             FetchStopped: the scene was closed.
         """
 
@@ -260,6 +260,9 @@ class OpenScene:
 
     def close(self) -> None:
         """Kill the child, wait until it is reaped, and remove the files. May be called again."""
+        self._closed = True
+        if self._fetch is not None:
+            self._fetch.stop()
         self.abandon()
         self.release_place()
 
@@ -278,8 +281,6 @@ class OpenScene:
     def abandon(self) -> None:
         """Close the scene, but keep its place among the open scenes."""
         self._closed = True
-        if self._fetch is not None:
-            self._fetch.stop()
         self._end_child()
         self._made.remove()
 
@@ -322,7 +323,7 @@ class OpenScene:
             answer, length = receive(self._child.sock, room, deadline)
             while "need" in answer and self._fetch is not None:
                 began = time.monotonic()
-                self._fetch.fetch(int(answer["need"]), answer["pages"], self._deadline)
+                self._fetch.fetch(answer["need"], self._deadline)
                 deadline = min(deadline + time.monotonic() - began, self._deadline)
                 send(self._child.sock, {}, deadline=deadline)
                 answer, length = receive(self._child.sock, room, deadline)

@@ -11,7 +11,7 @@ import pytest
 import rasterio
 from geo.raster.made import NORTH_UP, UTM, make_card, read_tiff, run, sign_model, write_tiff
 from rasterio.enums import Resampling
-from rasterio.warp import reproject
+from rasterio.warp import reproject, transform
 
 from baton_geo.card import Band, Card
 from baton_geo.errors import RasterUnusable
@@ -202,3 +202,77 @@ def test_a_missing_file_is_named(decoders: Decoders, tmp_path: Path) -> None:
     files = [saved(tmp_path, "RED", pixels_of(1)), saved(tmp_path, "BLUE", pixels_of(2))]
     with pytest.raises(RasterUnusable, match="'SWIR_1' is missing"):
         decoders.open(files, request(card_of("RED", "SWIR_1"), "RED", "BLUE"))
+
+
+TURNS: list[tuple[dict[str, Any], tuple[float, ...], str, tuple[int, int, int, int]]] = [
+    (
+        {"crs": "EPSG:4326", "transform": rasterio.Affine(0.001, 0, 179.9, 0, -0.001, 10)},
+        (179.95, 9.9, -179.9, 9.95),
+        "EPSG:4326",
+        (50, 50, 150, 50),
+    ),
+    (
+        {"crs": "EPSG:4326", "transform": rasterio.Affine(0.001, 0, -180.1, 0, -0.001, 10)},
+        (179.95, 9.9, -179.95, 9.95),
+        "EPSG:4326",
+        (50, 50, 100, 50),
+    ),
+    (
+        {"transform": rasterio.Affine(10, 0, 500_000, 0, 10, 5_000_000)},
+        (500_100, 5_000_200, 500_305, 5_000_401),
+        "EPSG:32633",
+        (10, 20, 21, 21),
+    ),
+]
+
+
+@pytest.mark.parametrize(("place", "box", "crs", "window"), TURNS)
+def test_a_box_is_found_on_any_grid(
+    decoders: Decoders,
+    tmp_path: Path,
+    place: dict[str, Any],
+    box: tuple[float, ...],
+    crs: str,
+    window: tuple[int, int, int, int],
+) -> None:
+    """Across the antimeridian, on either side of it, and on a grid whose rows go north."""
+    path = write_tiff(tmp_path / "a.tif", pixels_of(1), **place)
+    asked = SceneRequest(card=card_of("RED"), limits=LIMITS, bbox=box, bbox_crs=crs)
+    with decoders.open(path, asked) as scene:
+        assert scene.info.window == window
+
+
+def test_a_box_in_degrees_covers_what_it_holds(decoders: Decoders, tmp_path: Path) -> None:
+    """On a projected grid: every pixel of the scene whose centre lies in the box, and few others."""
+    path = write_tiff(tmp_path / "a.tif", pixels_of(1))
+    box = (15.005, 45.14, 15.015, 45.15)
+    with decoders.open(path, SceneRequest(card=card_of("RED"), limits=LIMITS, bbox=box)) as scene:
+        assert scene.info.window is not None
+        left, top, width, height = scene.info.window
+    rows, columns = np.mgrid[:SIDE, :SIDE] + 0.5
+    xs, ys = 500_000 + 10 * columns.ravel(), 5_000_000 - 10 * rows.ravel()
+    east, north = (np.array(part).reshape(SIDE, SIDE) for part in transform(UTM, "EPSG:4326", xs, ys))
+    inside = (east > box[0]) & (east < box[2]) & (north > box[1]) & (north < box[3])
+    found = np.zeros_like(inside)
+    found[top : top + height, left : left + width] = True
+    assert inside.any()
+    assert not (inside & ~found).any()
+    assert found.sum() < 1.1 * inside.sum() + 4 * SIDE
+
+
+WRONG_PARTS: list[tuple[dict[str, Any], str]] = [
+    ({"bbox": (0.0, 0.0, 1.0, 1.0)}, "no pixel in common"),
+    ({"bbox": (15.0, 45.1, 15.01, 45.11), "bbox_crs": "EPSG:999999"}, "is not known here"),
+    ({"window": (200, 0, 100, 10)}, "has 240 columns"),
+]
+
+
+@pytest.mark.parametrize(("part", "says"), WRONG_PARTS)
+def test_a_part_that_is_not_there_is_refused(
+    decoders: Decoders, tmp_path: Path, part: dict[str, Any], says: str
+) -> None:
+    """In words, with the field's name."""
+    path = write_tiff(tmp_path / "a.tif", pixels_of(1))
+    with pytest.raises(RasterUnusable, match=says) as caught:
+        decoders.open(path, SceneRequest(card=card_of("RED"), limits=LIMITS, **part))
+    assert caught.value.param in part

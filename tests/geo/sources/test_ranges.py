@@ -23,6 +23,7 @@ from rasterio.windows import Window
 
 from baton_geo.contract import GeoAnswer
 from baton_geo.errors import GeoError, RasterTooLarge, SourceFailed, SourceRefused
+from baton_geo.inputs import _ranges
 from baton_geo.plugin import GeoProcessor
 
 SIDE = 10_980
@@ -263,3 +264,32 @@ async def test_a_closed_scene_ends_its_fetch(scene: Path, tmp_path: Path) -> Non
         with pytest.raises(asyncio.CancelledError):
             await task
         hold.set()
+
+
+ODD: list[Any] = [
+    None,
+    {},
+    [[0]],
+    [["a", 1]],
+    [[-1, 1]],
+    [[0, 0]],
+    [[0, 10**6]],
+    [[3, 2]],
+    [[0, 1]] * 100_001,
+]
+
+
+@pytest.mark.fault("F17")
+@pytest.mark.parametrize("pages", ODD)
+def test_a_process_that_asks_for_what_is_not_there_gets_nothing(pages: Any) -> None:
+    """It may have been taken over by a raster: nothing is fetched for pages that the file does not have."""
+    with pytest.raises((ValueError, TypeError)):
+        _ranges(pages, 4 * 4096 + 1 if pages != [[3, 2]] else 4 * 4096)
+
+
+def test_neighbouring_pages_are_fetched_together() -> None:
+    """What lies close is one request; what is very long is several; the file's end is its last byte."""
+    assert _ranges([[0, 1], [5, 1], [100, 1]], 10**6) == [(0, 6 * 4096), (100 * 4096, 101 * 4096)]
+    assert _ranges([[0, 3]], 2 * 4096 + 5) == [(0, 2 * 4096 + 5)]
+    parts = _ranges([[0, 2500]], 2500 * 4096)
+    assert [end - begin for begin, end in parts] == [1024 * 4096, 1024 * 4096, 452 * 4096]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import re
 from dataclasses import replace
 from email.utils import formatdate
 from functools import partial
@@ -17,7 +18,7 @@ from starlette.responses import FileResponse, JSONResponse
 from baton.admission.fair_threads import in_own_thread
 from baton.engines.backend import Json
 from baton.engines.engine import Engine
-from baton.errors import InvalidRequest, OperationUnsupported
+from baton.errors import InvalidRequest, OperationUnsupported, RangeNotSatisfiable
 from baton.http.answer import engage, strip, unless_gone
 from baton.http.request import (
     UPLOAD_TYPES,
@@ -38,20 +39,22 @@ from baton.telemetry.ids import RequestContext
 router = APIRouter()
 KEY, KEY_CHARACTERS = "idempotency-key", 255
 PIECE = 1024 * 1024
+RANGE = re.compile(r"(?=\d|-\d)(\d{0,18})-(\d{0,18})", re.ASCII)
 
 
 @router.post("/v1/scenes", status_code=202)
 async def create_scene(request: Request) -> Response:
     """Begin a job of the same body as `POST /pooling` of an IO processor plugin; its files are kept."""
     gateway = gateway_of(request)
-    key = _idempotency_key(request)
+    key = idempotency_key(request)
     if media_type_of(request) in UPLOAD_TYPES:
         job = await _of_upload(request, gateway, key)
     else:
         body = await read_json(request, gateway.settings.limits, instead=JSON_OR_FILE)
         engine = await unless_gone(request, engage(request, body.get("model"), pools=True))
         runner = _runner(request, gateway, engine)
-        digest = hashlib.sha256(await request.body()).digest()
+        sent = await request.body()
+        digest = await in_own_thread(lambda: hashlib.sha256(sent).digest())
         require_priority(body.get("priority", 0))
         strip(request, body)
         require_data(runner, engine, body)
@@ -62,15 +65,17 @@ async def create_scene(request: Request) -> Response:
             model=engine.name,
             key=key,
             body=digest,
-            release=_nothing,
-            keep=partial(_keep, request),
+            size=len(sent),
+            sent=sent,
+            release=nothing,
+            keep=partial(keep, request),
         )
     where = _address(gateway, job)
     return JSONResponse(_shown(gateway, job), 202, headers={"Location": where})
 
 
-async def _nothing() -> None:
-    return None
+async def nothing() -> None:
+    """Release nothing: a JSON request holds no file."""
 
 
 def _runner(request: Request, gateway: Gateway, engine: Engine) -> Runner:
@@ -103,12 +108,13 @@ async def _of_upload(request: Request, gateway: Gateway, key: str) -> Job:
         model=engine.name,
         key=key,
         body=digest,
+        size=work.file.stat().st_size,
         release=spool.close,
-        keep=partial(_keep, request),
+        keep=partial(keep, request),
     )
 
 
-def _keep(request: Request, task: asyncio.Task[None], context: RequestContext) -> None:
+def keep(request: Request, task: asyncio.Task[None], context: RequestContext) -> None:
     """Keep the engine for a job, and count what it uses when it has ended."""
     state, usage = state_of(request.scope), gateway_of(request).usage
     state.ticket.lend(task)
@@ -124,7 +130,12 @@ def _digest(file: Path, model: str, query: dict[str, str]) -> bytes:
     return digest.digest()
 
 
-def _idempotency_key(request: Request) -> str:
+def idempotency_key(request: Request) -> str:
+    """Return the `Idempotency-Key` of a request; empty: it has none.
+
+    Raises:
+        InvalidRequest: it is too long, or has other characters.
+    """
     key = request.headers.get(KEY, "")
     if len(key) > KEY_CHARACTERS or not (key.isascii() and (key.isprintable() or not key)):
         raise InvalidRequest(
@@ -162,6 +173,7 @@ async def get_scene_file(request: Request, scene_id: str, name: str) -> Response
     gateway = gateway_of(request)
     path, file = await gateway.scenes.file(scene_id, context_of(request).tenant, name)
     job = await gateway.scenes.get(scene_id, context_of(request).tenant)
+    _require_range(request.headers.get("range"), file.bytes)
     etag = f'"{scene_id}-{name}-{file.bytes}"'  # a file of a job never changes
     headers = {
         "ETag": etag,
@@ -172,6 +184,24 @@ async def get_scene_file(request: Request, scene_id: str, name: str) -> Response
     if etag in asked or "*" in asked:
         return Response(status_code=304, headers=headers)
     return FileResponse(path, media_type=file.media_type, filename=file.name, headers=headers)
+
+
+def _require_range(header: str | None, size: int) -> None:
+    """Refuse ranges that are none or that the file does not have; the response would do it in plain text.
+
+    Raises:
+        InvalidRequest: the header names no ranges of bytes.
+        RangeNotSatisfiable: a range begins after the file's end.
+    """
+    if header is None:
+        return
+    parts = [part.strip() for part in header.strip().removeprefix("bytes=").split(",")]
+    found = [RANGE.fullmatch(part) for part in parts]
+    for match in found:
+        if match is None or (match[1] and match[2] and int(match[1]) > int(match[2])):
+            raise InvalidRequest("'Range' must name bytes, as in 'bytes=0-1023'.", param="range")
+        if int(match[1]) >= size if match[1] else int(match[2]) == 0:
+            raise RangeNotSatisfiable(size)
 
 
 def _address(gateway: Gateway, job: Job) -> str:

@@ -26,7 +26,15 @@ from baton_geo.raster.pixels.areas import EllipsoidArea, PixelArea, PlaneArea, e
 from baton_geo.raster.pixels.bands import UNCLEAR, FileBand, FileBands, wavelength
 from baton_geo.raster.pixels.calibration import ProductUnit, ScaleOffset, Stated
 from baton_geo.raster.pixels.values import Pixels, Valid
-from baton_geo.raster.reading.headers import UNCOMPRESSED, PlainTexts, RasterFile, TiffHeader, check_tiff
+from baton_geo.raster.reading.headers import (
+    UNCOMPRESSED,
+    PlainTexts,
+    Ranges,
+    RasterFile,
+    TiffHeader,
+    check_tiff,
+    want,
+)
 from baton_geo.raster.reading.rows import BandNumbers, Georeference, Window
 
 # Not TIFFTAG_DATETIME, which is when the file was written.
@@ -151,8 +159,7 @@ class GeoTiff:
     def read(self, top: int, left: int, bands: tuple[int, ...], out: Pixels) -> None:
         """See `Source`."""
         window = windows.Window(left, top, out.shape[2], out.shape[1])
-        if self._file.by_ranges:
-            self._want(top, left, out.shape[1], out.shape[2], bands)
+        want(self.wanted(top, left, out.shape[1], out.shape[2], bands))
         try:
             self._dataset.read([band + 1 for band in bands], window=window, out=out)
         except BROKEN as error:
@@ -179,8 +186,12 @@ class GeoTiff:
         """Close the file."""
         self._dataset.close()
 
-    def _want(self, top: int, left: int, rows: int, columns: int, bands: tuple[int, ...]) -> None:
-        """Have everything fetched at once that reading some pixels takes."""
+    def wanted(
+        self, top: int, left: int, rows: int, columns: int, bands: tuple[int, ...]
+    ) -> list[tuple[RasterFile, Ranges]]:
+        """See `Source`."""
+        if not self._file.by_ranges:
+            return []
         header = self._header
         across, down = header.block
         offsets, counts = header.blocks()
@@ -201,7 +212,7 @@ class GeoTiff:
                 (begin + max(top - first, 0) * line, begin + min(top + rows - first, down) * line)
                 for (begin, _), first in zip(spans, firsts, strict=True)
             ]
-        self._file.want([(begin - LEADER, end + LEADER) for begin, end in spans if end > begin])
+        return [(self._file, [(begin - LEADER, end + LEADER) for begin, end in spans if end > begin])]
 
     def _block(self, header: TiffHeader) -> tuple[int, int]:
         """Return `block_height` and `first_look` of `Source`.

@@ -11,7 +11,7 @@ import io
 import os
 import struct
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ from baton_geo.raster.messages import PAGE, SceneRequest
 from baton_geo.raster.pixels.grid import count_tiles
 
 Kind = Literal["TIFF", "PNG", "JPEG"]
+Ranges = Sequence[tuple[int, int]]
 HEAD_BYTES = 64
 
 TAKEN: tuple[tuple[bytes, Kind], ...] = (
@@ -169,9 +170,6 @@ class RasterFile:
     def __init__(self, fd: int) -> None:
         self.fd, self.size = fd, os.fstat(fd).st_size
 
-    def want(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Have some ranges there, (begin, end) each, before they are read one by one."""
-
     def pread(self, length: int, place: int) -> bytes:
         """Read at most `length` bytes from `place` on."""
         return os.pread(self.fd, length, place)
@@ -181,32 +179,41 @@ class RangedFile(RasterFile):
     """A file of which the gateway fetches what is read: a sparse file that it fills.
 
     Args:
+        number: of the file among those of its scene.
         fetched: bytes that are there, from the beginning on.
-        ask: has pages fetched, (first, number of pages) each; returns when they are there.
+        ask: has pages of files fetched, [number of the file, [[first, number of pages], ...]] each; returns
+            when they are there.
     """
 
     by_ranges = True
 
-    def __init__(self, fd: int, fetched: int, ask: Callable[[list[tuple[int, int]]], None]) -> None:
+    def __init__(self, fd: int, number: int, fetched: int, ask: Callable[[list[Any]], None]) -> None:
         super().__init__(fd)
-        self._ask = ask
+        self.number, self.ask = number, ask
         self._there = np.zeros(-(-self.size // PAGE), np.bool_)
         self._there[: len(self._there) if fetched >= self.size else fetched // PAGE] = True
 
-    def want(self, ranges: Sequence[tuple[int, int]]) -> None:
+    def take_missing(self, ranges: Ranges) -> list[tuple[int, int]]:
+        """List the missing pages of some ranges, (first, number of pages) each; they count as there now."""
         missing = np.zeros_like(self._there)
         for begin, end in ranges:
             missing[max(begin, 0) // PAGE : -(-min(end, self.size) // PAGE)] = True
         missing &= ~self._there
-        if not missing.any():
-            return
-        edges = np.flatnonzero(np.diff(missing, prepend=False, append=False)).reshape(-1, 2)
-        self._ask([(int(first), int(last - first)) for first, last in edges])
         self._there |= missing
+        edges = np.flatnonzero(np.diff(missing, prepend=False, append=False)).reshape(-1, 2)
+        return [(int(first), int(last - first)) for first, last in edges]
 
     def pread(self, length: int, place: int) -> bytes:
-        self.want([(place, place + length)])
+        want([(self, [(place, place + length)])])
         return os.pread(self.fd, length, place)
+
+
+def want(wanted: Iterable[tuple[RasterFile, Ranges]]) -> None:
+    """Have ranges of files there, (begin, end) each, before they are read one by one; fetched together."""
+    files = [(file, ranges) for file, ranges in wanted if isinstance(file, RangedFile)]
+    asked = [(file, pages) for file, ranges in files if (pages := file.take_missing(ranges))]
+    if asked:
+        asked[0][0].ask([(file.number, pages) for file, pages in asked])
 
 
 class TiffHeader:

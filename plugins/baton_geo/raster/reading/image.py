@@ -14,7 +14,14 @@ from baton_geo.raster.messages import SceneRequest, note
 from baton_geo.raster.pixels.bands import FileBand, FileBands
 from baton_geo.raster.pixels.calibration import ScaleOffset, Stated
 from baton_geo.raster.pixels.values import Pixels, Valid
-from baton_geo.raster.reading.headers import MEMORY_SHARE, Kind, check_image_model, check_size
+from baton_geo.raster.reading.headers import (
+    MEMORY_SHARE,
+    Kind,
+    Ranges,
+    RasterFile,
+    check_image_model,
+    check_size,
+)
 from baton_geo.raster.reading.rows import BandNumbers, Georeference, Window
 
 COPIES = 4  # of an image in memory while it is rotated and its alpha band separated
@@ -80,6 +87,12 @@ class ImageSource:
         pixels = self._decode()
         for place, band in enumerate(bands):
             out[place] = pixels[top : top + out.shape[1], left : left + out.shape[2], band]
+
+    def wanted(
+        self, top: int, left: int, rows: int, columns: int, bands: tuple[int, ...]
+    ) -> list[tuple[RasterFile, Ranges]]:
+        """See `Source`; the whole file is there."""
+        return []
 
     def hidden(self, top: int, left: int, rows: int, columns: int, bands: tuple[int, ...]) -> Valid | None:
         """See `Source`."""

@@ -25,6 +25,7 @@ from baton_geo.raster.pixels.bands import UNCLEAR, FileBands
 from baton_geo.raster.pixels.calibration import Stated
 from baton_geo.raster.pixels.values import Pixels, Valid
 from baton_geo.raster.reading.geotiff import BROKEN
+from baton_geo.raster.reading.headers import Ranges, RasterFile, want
 from baton_geo.raster.reading.rows import BandNumbers, Georeference, Source, Window
 
 OFF_LIMIT = 0.01  # pixels of the scene that files may lie apart
@@ -50,6 +51,12 @@ class PartOfScene:
     def read(self, top: int, left: int, bands: tuple[int, ...], out: Pixels) -> None:
         """See `Source`."""
         self._source.read(top + self._window.top, left + self._window.left, bands, out)
+
+    def wanted(
+        self, top: int, left: int, rows: int, columns: int, bands: tuple[int, ...]
+    ) -> list[tuple[RasterFile, Ranges]]:
+        """See `Source`."""
+        return self._source.wanted(top + self._window.top, left + self._window.left, rows, columns, bands)
 
     def hidden(self, top: int, left: int, rows: int, columns: int, bands: tuple[int, ...]) -> Valid | None:
         """See `Source`."""
@@ -207,6 +214,7 @@ class Stack:
 
     def read(self, top: int, left: int, bands: tuple[int, ...], out: Pixels) -> None:
         """See `Source`."""
+        want(self.wanted(top, left, out.shape[1], out.shape[2], bands))
         for number, layer in self._layers.items():
             places = [place for place, band in enumerate(bands) if self._of_band[band] == number]
             if not places:
@@ -217,6 +225,18 @@ class Stack:
                 nearest = [bands[place] in self._nearest for place in places]
                 part = _on_grid(layer, top + row, left, rows, out.shape[2], own, nearest)
                 out[places, row : row + rows] = part
+
+    def wanted(
+        self, top: int, left: int, rows: int, columns: int, bands: tuple[int, ...]
+    ) -> list[tuple[RasterFile, Ranges]]:
+        """See `Source`."""
+        found: list[tuple[RasterFile, Ranges]] = []
+        for number, layer in self._layers.items():
+            own = tuple(band - layer.first for band in bands if self._of_band[band] == number)
+            y, down = _reach(top, rows, layer.ratio, layer.source.height)
+            x, across = _reach(left, columns, layer.ratio, layer.source.width)
+            found += layer.source.wanted(y, x, down, across, own)
+        return found
 
     def hidden(self, top: int, left: int, rows: int, columns: int, bands: tuple[int, ...]) -> Valid | None:
         """See `Source`."""
@@ -327,6 +347,14 @@ def _weights(
     weights = np.maximum(0.0, 1 - np.abs(pixels - centres[:, None]) / reach)
     weights[(pixels < 0) | (pixels >= most)] = 0.0
     return np.clip(pixels, 0, most - 1), weights
+
+
+def _reach(begin: int, length: int, ratio: float, most: int) -> tuple[int, int]:
+    """Return the first pixel and the number of pixels that some pixels of the scene are made of."""
+    if ratio == 1:
+        return begin, length
+    pixels, _ = _weights(begin, length, ratio, most)
+    return int(pixels.min()), int(pixels.max()) - int(pixels.min()) + 1
 
 
 def _on_grid(

@@ -12,6 +12,7 @@ from baton_geo.raster.pixels.areas import PixelArea
 from baton_geo.raster.pixels.bands import FileBands
 from baton_geo.raster.pixels.calibration import Stated
 from baton_geo.raster.pixels.values import PixelCheck, Pixels, Valid
+from baton_geo.raster.reading.headers import Ranges, RasterFile
 
 AT_ONCE = 64  # rows whose nodata and range are checked together
 
@@ -93,6 +94,11 @@ class Source(Protocol):
         Raises:
             RasterBroken: the rows cannot be decoded.
         """
+
+    def wanted(
+        self, top: int, left: int, rows: int, columns: int, bands: tuple[int, ...]
+    ) -> list[tuple[RasterFile, Ranges]]:
+        """List the ranges of files that `read` needs and that may have to be fetched."""
 
     def hidden(self, top: int, left: int, rows: int, columns: int, bands: tuple[int, ...]) -> Valid | None:
         """Return the pixels that the file's mask or alpha band hides, (rows, columns); None: it has neither.
