@@ -27,7 +27,7 @@ from baton.errors import (
     SceneNotReady,
 )
 from baton.http.answer import engage, unless_gone
-from baton.http.request import Gateway, context_of, gateway_of, may_use, read_json
+from baton.http.request import Gateway, context_of, gateway_of, may_use, read_json, state_of
 from baton.http.routes.scenes import idempotency_key, keep, nothing
 from baton.pooling.jobs import Job
 from baton.pooling.run import Runner
