@@ -49,8 +49,8 @@ class ConnectorSettings(BaseModel):
     unproven_devices: bool = Field(
         False,
         description="Allow NVIDIA GPUs where handoffs on them are not proved: with tensor parallelism, "
-        "quantised KV, sliding windows, MLA, running states, groups of different shape, speculative decoding, "
-        "images, vLLM's first model runner.",
+        "quantised KV, sliding windows, MLA, running states, groups of different shape, speculative "
+        "decoding, images, vLLM's first model runner.",
     )
     verify: bool = Field(
         True,

@@ -358,8 +358,8 @@ class HandoffSettings(Frozen):
     unproven_devices: bool = Field(
         False,
         description="Allow `handoff` on NVIDIA GPUs where it is not proved: with tensor parallelism, "
-        "quantised KV, sliding windows, MLA, running states, groups of different shape, speculative decoding, "
-        "images, vLLM's first model runner.",
+        "quantised KV, sliding windows, MLA, running states, groups of different shape, speculative "
+        "decoding, images, vLLM's first model runner.",
     )
     verify: bool = Field(
         True,
