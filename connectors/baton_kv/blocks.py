@@ -24,8 +24,8 @@ class CacheGroup:
         window: number of tokens that its layers attend to, the newest included; None for all. The blocks of a
             windowed group are freed when all their tokens are behind the window.
         block_size: tokens in a block; None: as many as in blocks of full attention.
-        state: whether its layers have a running state instead of KV (Mamba, GDN, short convolutions). Block
-            `n` then holds the state after the block's last token, or after the last token that was computed.
+        state: whether its layers have a running state instead of KV (Mamba, GDN). The engine has it, of all
+            tokens that it has computed, in the last block; an entry has states as blocks of this group.
     """
 
     window: int | None = None
@@ -59,10 +59,6 @@ class CacheGroup:
         """
         behind = tokens - 1 if self.state else 0 if self.window is None else tokens - self.window + 1
         return max(0, behind) // self.tokens
-
-    def state_after(self, block: int, computed: int) -> int:
-        """Return the number of tokens after which a block of `computed` tokens holds the running state."""
-        return min((block + 1) * self.tokens, computed)
 
 
 FULL_ATTENTION = (CacheGroup(),)

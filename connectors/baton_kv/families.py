@@ -33,7 +33,7 @@ class Support:
     row: str = ""
 
 
-FULL_ROW, STATES_ROW = "tests/connector/test_families.py", "tests/connector/test_states.py"
+ROW = "tests/connector/test_states.py"
 
 
 class Family(Enum):
@@ -43,30 +43,30 @@ class Family(Enum):
         "Keys and values of all tokens",
         "Llama, Qwen 2 and 3, Mistral, Phi, Gemma 1",
         proved_on_gpus=True,
-        row=FULL_ROW,
+        row=ROW,
     )
     WINDOWS = Support(
         "Keys and values of the last tokens, beside layers that keep all or alone",
         "Gemma 3, gpt-oss, Mistral 7B v0.1",
-        row="tests/connector/test_windows.py",
+        row=ROW,
     )
     SHAPES = Support(
         "Keys and values whose heads, head sizes or block sizes differ by layer",
         "Gemma 4",
         needs="`tensor_parallel_size = 1`, no speculative decoding",
-        row=STATES_ROW,
+        row=ROW,
     )
     MAMBA2 = Support(
         "Running states of Mamba 2, beside attention",
-        "Granite 4, Nemotron H, Falcon H1, Bamba",
+        "Granite 4, Nemotron H, Falcon H1",
         needs="`tensor_parallel_size = 1`, no speculative decoding; on CPUs `enable_prefix_caching = false`",
-        row=STATES_ROW,
+        row=ROW,
     )
     GDN_ATTN = Support(
         "Running states of gated delta nets, beside attention",
         "Qwen3-Next, Qwen3.5",
         needs="`tensor_parallel_size = 1`, no speculative decoding",
-        row=STATES_ROW,
+        row=ROW,
     )
     SHORT_CONV = Support(
         "Running states of short convolutions, beside attention",

@@ -18,9 +18,9 @@ one run. So the heads that a rank holds are read at once, and each is verified b
 A context that continues another one does not store that again: the entry names the entries that hold its
 first blocks (`parts`), each with its digest, so that no other can take its place. The block in which both
 meet is stored again, because it holds more tokens now. Layers with a sliding window keep the last tokens'
-blocks only, all of which the entry itself holds; layers with a running state keep that after the last token,
-and that at the end of the block before where there is one. So each cache group has a first block of its own
-(`firsts`), and a last one where their blocks differ in size (`stops`).
+blocks only, all of which the entry itself holds. So each cache group has a first block of its own (`firsts`),
+and a last one where they differ (`stops`). Layers with a running state keep one or two of them, each after
+exactly so many tokens (`states`).
 
 A context is its token ids and its images. All images have the same placeholder ids, so the description names
 each image and its position.
@@ -164,6 +164,8 @@ class EntryDescription:
         stops: for each cache group, the index of the block after the last one that the entry holds; empty
             where it is `blocks` for all, as it is where all blocks have as many tokens. It is then not
             written, as earlier versions of Baton do not know it.
+        states: number of tokens, from the first, after which each of the running states is that the entry
+            holds, ascending: block `n` of a group with states is the `n`th. Without any it is not written.
     """
 
     key: str
@@ -178,6 +180,7 @@ class EntryDescription:
     packing: str = ""
     format: str = FORMAT
     stops: tuple[int, ...] = ()
+    states: tuple[int, ...] = ()
 
     def held(self, group: int) -> range:
         """Return the blocks of a group that this entry itself holds, by their indexes in the context."""
@@ -216,8 +219,9 @@ class EntryDescription:
     def canonical(self) -> str:
         """Return the description as JSON, the same text for the same description."""
         fields = asdict(self)
-        if not self.stops:
-            del fields["stops"]
+        for name in ("stops", "states"):
+            if not fields[name]:
+                del fields[name]
         return json.dumps(fields, sort_keys=True)
 
 
@@ -334,6 +338,7 @@ def _description_of(text: str) -> EntryDescription:
             "images": tuple(ImageRef(**image) for image in fields["images"]),
             "firsts": tuple(fields["firsts"]),
             "stops": tuple(fields.get("stops", ())),
+            "states": tuple(fields.get("states", ())),
             "parts": tuple(Part(**part) for part in fields["parts"]),
             "layers": tuple(LayerShape(**layer) for layer in fields["layers"]),
         }
@@ -361,6 +366,10 @@ def _require_possible(described: EntryDescription) -> None:
         raise ValueError("impossible first or last blocks")
     if not all(type(layer.group) is int and 0 <= layer.group < len(firsts) for layer in described.layers):
         raise ValueError("impossible cache groups")
+    if not all(type(state) is int and 0 < state <= described.computed for state in described.states):
+        raise ValueError("impossible running states")
+    if not all(one < other for one, other in pairwise(described.states)):
+        raise ValueError("impossible running states")
     if described.tokens > MAX_TOKENS or described.chunk_count > MAX_CHUNKS:
         raise ValueError("impossible number of tokens or chunks")
     if type(described.packing) is not str or len(described.packing) > MAX_NAME:

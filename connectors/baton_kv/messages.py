@@ -131,12 +131,14 @@ class SaveJob:
         key: key of the entry to write.
         tokens: every token id of the context.
         computed: number of tokens, from the first, that have KV.
-        blocks: the request's blocks, for each cache group: all of them, or those within the window.
+        blocks: the request's blocks, for each cache group: all of them, those within the window, or states.
         fingerprint: fingerprint of the model and its KV.
         draft: name of the draft that several ranks write together.
         images: the images in the context, in order.
         parts: the entries that hold the first blocks of the context already, which are not written again.
         source: key of the entry that the context continues, which holds all of `parts`; empty without.
+        states: number of tokens after which each of the running states is that are written, see
+            `EntryDescription.states`.
         tag: `TransferParams.tag` of the request.
     """
 
@@ -150,6 +152,7 @@ class SaveJob:
     images: tuple[ImageRef, ...] = ()
     parts: tuple[Part, ...] = ()
     source: str = ""
+    states: tuple[int, ...] = ()
     tag: str | None = None
 
 

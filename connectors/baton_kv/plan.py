@@ -35,6 +35,7 @@ class Plan:
         tag: `TransferParams.tag` of the request.
         fingerprint: the fingerprint of the entry that the request names.
         joined: what is moved from other entries, the end of `matched`; None: nothing.
+        state: index of the running state that the entry holds after `matched` tokens; None: it holds none.
     """
 
     matched: int
@@ -43,6 +44,7 @@ class Plan:
     tag: str | None
     fingerprint: str = ""
     joined: Joined | None = None
+    state: int | None = None
 
     @property
     def in_place(self) -> int:
@@ -114,8 +116,9 @@ class LoadPlanner:
         if trim_to_equal_images(described.images, images, matched) < matched:
             matched = 0
         parts = (*described.parts, Part(key, entry.digest, described.blocks))
-        plan = Plan(matched, shared, parts, wanted.tag, described.fingerprint)
-        if not wanted.moved or matched < 1:
+        state = described.states.index(matched) if matched in described.states else None
+        plan = Plan(matched, shared, parts, wanted.tag, described.fingerprint, state=state)
+        if not wanted.moved or matched < 1 or state is not None:
             return plan
         joined = self._join(wanted, prompt, images, min(matched, wanted.moved[0].to))
         if not joined.moves:
@@ -150,12 +153,7 @@ class LoadPlanner:
 
         A running state is of use after exactly the tokens that it has seen.
         """
-        states = [
-            {group.state_after(block, described.computed) for block in described.held(index)}
-            for index, group in enumerate(self._groups)
-            if group.state
-        ]
-        found = set.intersection(*states) if states else {tokens}
+        found = described.states if any(group.state for group in self._groups) else (tokens,)
         usable = (each for each in found if each <= tokens and self._windows_held(described, each))
         return max(usable, default=0)
 

@@ -199,7 +199,7 @@ class SchedulerRole:
             LoadJob(
                 request_id,
                 plan.parts[-1].key,
-                self._blocks_of(block_ids, plan.in_place, has),
+                self._loaded_blocks(block_ids, plan, has),
                 external,
                 plan.fingerprint,
                 plan.parts[-1].digest,
@@ -216,6 +216,16 @@ class SchedulerRole:
             return
         if wanted.is_apart(salt) and block_ids[0]:
             self._jobs.mixtures.append(PlacedMixture(block_ids[0][0] * self._block_size, wanted.mixture))
+
+    def _loaded_blocks(
+        self, block_ids: Sequence[Sequence[int]], plan: Plan, has: int
+    ) -> tuple[GroupBlocks, ...]:
+        """Select the blocks that a plan fills, by their places in the entry that it loads."""
+        blocks = zip(self._groups, self._blocks_of(block_ids, plan.in_place, has), strict=True)
+        return tuple(
+            GroupBlocks(plan.state, each.ids) if group.state and plan.state is not None else each
+            for group, each in blocks
+        )
 
     def _blocks_of(
         self, block_ids: Sequence[Sequence[int]], tokens: int, local: int = 0
@@ -316,7 +326,8 @@ class SchedulerRole:
         if wanted.least and kept - (plan.shared if plan is not None else 0) < wanted.least:
             return False, None
         whole = whole and wanted.uses(adapter)
-        blocks = self._states.among(request_id, self._blocks_of(block_ids, kept), kept, computed)
+        last = kept if kept == computed else 0
+        blocks, states = self._states.among(request_id, self._blocks_of(block_ids, kept), kept, last)
         held = [block for ids in block_ids for block in ids if block != NULL_BLOCK]
         held += self._states.held(request_id)
         if (failure := self._refusal(blocks, kept, held, whole, yields=wanted.least > 0)) is not None:
@@ -336,6 +347,7 @@ class SchedulerRole:
             images=tuple(images),
             parts=parts,
             source=plan.parts[-1].key if plan is not None else "",
+            states=states,
             tag=wanted.tag,
         )
         self._save(job)
@@ -476,25 +488,26 @@ class BoundaryStates:
             self._pinned.setdefault(request_id, {})[index] = (block, tokens)
 
     def among(
-        self, request_id: str, blocks: tuple[GroupBlocks, ...], kept: int, computed: int
-    ) -> tuple[GroupBlocks, ...]:
-        """Replace the blocks of states, of a context of `kept` tokens, by those that hold one of its own.
+        self, request_id: str, blocks: tuple[GroupBlocks, ...], kept: int, last: int
+    ) -> tuple[tuple[GroupBlocks, ...], tuple[int, ...]]:
+        """Put states among the blocks of a context of `kept` tokens; return after how many tokens they are.
 
         Args:
             blocks: the blocks of each cache group that a continuation after `kept` tokens needs.
-            computed: number of tokens that the request's own blocks hold the state after.
+            last: number of tokens that the request's own blocks hold the state after; 0 if it is of no use.
         """
-        found = list(blocks)
-        for index, group in enumerate(self._groups):
-            if not group.state:
-                continue
-            last = blocks[index] if kept == computed else GroupBlocks(group.count(kept), ())
-            block, tokens = self._pinned.get(request_id, {}).get(index, (NULL_BLOCK, 0))
-            column = tokens // group.tokens - 1
-            if 0 < tokens <= kept and (not last.ids or column == last.first - 1):
-                last = GroupBlocks(column, (block, *last.ids))
-            found[index] = last
-        return tuple(found)
+        pinned = self._pinned.get(request_id, {})
+        places = {tokens for _, tokens in pinned.values()}
+        same = len(places) == 1 and len(pinned) == sum(group.state for group in self._groups)
+        before = places.pop() if same and max(places) <= kept and max(places) != last else 0
+        found = []
+        for index, (group, each) in enumerate(zip(self._groups, blocks, strict=True)):
+            if group.state:
+                ids = ((pinned[index][0],) if before else ()) + (each.ids if last else ())
+                each = GroupBlocks(0, ids)
+            found.append(each)
+        states = (before, last) if any(group.state for group in self._groups) else ()
+        return tuple(found), tuple(state for state in states if state)
 
     def held(self, request_id: str) -> list[int]:
         """Return the blocks that are kept for a request."""

@@ -376,6 +376,7 @@ class WorkerRole:
             blocks=_context_blocks(self._blocks.groups, job),
             firsts=tuple(self._firsts(job)),
             stops=_stops(job),
+            states=job.states,
             parts=job.parts,
             images=job.images,
             packing=self._blocks.packing,
