@@ -252,15 +252,16 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
     def _with_outputs(self, options: GeoOptions) -> GeoOptions:
         """Refuse outputs that this kind of model does not give.
 
-        The `mask` of a regression is its `value`, that of an encoder alone its `embeddings`.
+        The `mask` of a regression is its `value`, that of an encoder alone its `embeddings`; the latter's
+        `preview` is the scene.
         """
-        known, map_ = CLASS_OUTPUTS, "mask"
+        known, instead = CLASS_OUTPUTS, {}
         if self._card.value is not None:
-            known, map_ = VALUE_OUTPUTS, "value"
+            known, instead = VALUE_OUTPUTS, {"mask": "value"}
         if self._card.embedding is not None:
-            known, map_ = VECTOR_OUTPUTS, "embeddings"
-        if map_ != "mask":
-            named = (map_ if output == "mask" else output for output in options.outputs)
+            known, instead = VECTOR_OUTPUTS, {"mask": "embeddings", "preview": "scene"}
+        if instead:
+            named = (instead.get(output, output) for output in options.outputs)
             options = options.model_copy(update={"outputs": tuple(dict.fromkeys(named))})
         for output in options.outputs:
             if output not in known:
@@ -345,7 +346,8 @@ def with_fingerprint(card: Card, hf_config: Mapping[str, Any], model_config: Any
     """
     if card.embedding is None:
         return card
-    digest = hashlib.sha256(json.dumps(hf_config["pretrained_cfg"], sort_keys=True).encode())
+    described = [hf_config.get(key) for key in ("pretrained_cfg", "model_args", "train_params", "baton_geo")]
+    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
     folder = Path(str(getattr(model_config, "model", "")))
     files = sorted(path for path in folder.glob("*") if path.suffix in WEIGHTS) if folder.is_dir() else []
     for path in files:

@@ -158,7 +158,7 @@ def test_an_encoder_alone_gives_embeddings(start: Start, tmp_path: Path) -> None
     """Table and raster, whatever is asked for; with a fingerprint that follows configuration and weights."""
     processor = start(tmp_path, encoder())
     path = write_tiff(tmp_path / "a.tif", np.full((6, 40, 64), 1500, "int16"), tuple(SIX))
-    for asked in ({}, {"outputs": ["embeddings"]}):
+    for asked, pictures in ({}, 0), ({"outputs": ["embeddings"]}, 0), ({"outputs": ["mask", "preview"]}, 1):
         request = {"data": path.read_bytes(), "data_format": "bytes", **asked}
         prompts = processor.pre_process(processor.parse_data(request))
         assert len(prompts) == 4
@@ -169,7 +169,8 @@ def test_an_encoder_alone_gives_embeddings(start: Start, tmp_path: Path) -> None
         answer = processor.post_process(outputs_)
         assert (answer.format, answer.classes, answer.value) == ("parquet", (), None)
         assert base64.b64decode(answer.data).startswith(b"PAR1")
-        (raster,) = answer.files
+        raster, *others = answer.files
+        assert [file.name for file in others] == ["scene.png"] * pictures
         with rasterio.MemoryFile(base64.b64decode(raster.data)) as memory, memory.open() as file:
             assert (file.count, file.width, file.height) == (32, 8, 5)
             assert len(file.tags()["MODEL"]) == 64

@@ -135,6 +135,8 @@ def card_of(hf_config: Mapping[str, Any]) -> Card:
         return Card.model_validate(table)
     config = PrithviConfig.from_hf(hf_config)
     if config.decoder is None:
+        if len(set(config.patch_size[1:])) > 1:
+            raise ValueError("config.json: patch_size: embeddings need square patches")
         embedding = {"patch": config.patch_size[-1], "width": config.embed_dim}
         made = table or {"bands": _bands(config, {}, None)[0], "frames": config.num_frames}
         tile = made.get("tile", config.img_size[-1])
