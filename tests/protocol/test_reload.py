@@ -34,7 +34,13 @@ name = "b"
 model = "two"
 """
 NOT_OURS: dict[str, Any] = {
-    **{"responses": {"budget": 0}, "usage": {"keep_days": 0}, "metrics": {"port": 0}, "port": 0},
+    **{
+        "responses": {"budget": 0},
+        "usage": {"keep_days": 0},
+        "scenes": {"budget": 0},
+        "metrics": {"port": 0},
+        "port": 0,
+    },
     "edge": {"keep_alive_s": 0.05},
 }
 

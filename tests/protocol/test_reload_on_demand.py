@@ -85,7 +85,7 @@ def test_a_model_that_could_never_be_loaded_changes_nothing(file: File) -> None:
     with running(file, on_demand=ROOM) as gateway:
         file.write(coming("a", memory=900) + coming("b"))
         refused = reload(gateway)
-        assert refused.status_code == 400, refused.text
+        assert refused.status_code == 422, refused.text
         said: dict[str, Any] = refused.json()["error"]
         assert "engines 'a'" in said["message"]
         assert "on_demand.budget" in said["message"]

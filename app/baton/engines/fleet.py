@@ -599,7 +599,7 @@ class Fleet:
         self.on_demand = on_demand or OnDemand(OnDemandSettings(), self._supervision, {}, {})
         self.on_demand.bind(self._supervisors, self.metrics.on_demand)
         for name, supervisor in self._supervisors.items():
-            if name in self.on_demand:
+            if name in self.on_demand.names:
                 supervisor.on_demand(self.on_demand.start_s)
         self._take_names(settings)
 
@@ -648,7 +648,7 @@ class Fleet:
             gone: called with the name of an engine that was removed, once it has ended.
         """
         before = self._supervisors
-        came = {name for name in before if name in self.on_demand}
+        came = {name for name in before if name in self.on_demand.names}
         new = {engine.name: engine for engine in built}
         self._supervisors = {
             each.name: before.get(each.name) or self._supervised(new[each.name]) for each in settings
@@ -656,7 +656,7 @@ class Fleet:
         self._change_budget(on_demand)
         for each in settings:
             supervisor = self._supervisors[each.name]
-            comes = each.name in self.on_demand
+            comes = each.name in self.on_demand.names
             supervisor.start_within(self.on_demand.start_s if comes else None)
             if each.name not in before:
                 self._launch(each.name, supervisor)
@@ -676,7 +676,7 @@ class Fleet:
     def _change_budget(self, on_demand: OnDemand | None) -> None:
         """Share the budget by other terms, and begin to where nothing was on demand before."""
         self.on_demand.change(on_demand, self._supervisors)
-        if self.on_demand.any and self._coming is None:
+        if self.on_demand.names and self._coming is None:
             self._coming = asyncio.create_task(self.on_demand.run(), name="fleet-on-demand")
 
     def _launch(self, name: str, supervisor: Supervisor) -> None:
@@ -684,7 +684,7 @@ class Fleet:
         if former := self._leaving_as(name):
             former[0].add_done_callback(lambda _: self._launch(name, supervisor))
         elif self._supervisors.get(name) is supervisor and not self._ends:  # it was not removed meanwhile
-            if name in self.on_demand:
+            if name in self.on_demand.names:
                 supervisor.on_demand(self.on_demand.start_s)
             else:
                 supervisor.launch()
@@ -760,7 +760,7 @@ class Fleet:
 
     def _answers(self, name: str) -> bool:
         state = self._supervisors[name].state
-        return state is EngineState.READY or (state in COMING and name in self.on_demand)
+        return state is EngineState.READY or (state in COMING and name in self.on_demand.names)
 
     def count_states(self) -> dict[str, int]:
         """Count the engines in each state, e.g. `{"ready": 2}`; states without engines are left out."""
@@ -776,7 +776,7 @@ class Fleet:
         starts = [
             asyncio.create_task(supervisor.begin(partial(report, name)))
             for name, supervisor in self._supervisors.items()
-            if name not in self.on_demand
+            if name not in self.on_demand.names
         ]
         try:
             await asyncio.gather(*starts)
@@ -789,9 +789,9 @@ class Fleet:
             await asyncio.gather(*starts, return_exceptions=True)
         self._started = True
         for name, supervisor in self._supervisors.items():
-            if name not in self.on_demand:
+            if name not in self.on_demand.names:
                 supervisor.keep()
-        if self.on_demand.any and self._coming is None:
+        if self.on_demand.names and self._coming is None:
             self._coming = asyncio.create_task(self.on_demand.run(), name="fleet-on-demand")
 
     async def _watch(self) -> None:
@@ -846,7 +846,7 @@ class Fleet:
             ModelNotFound: no engine has that name.
         """
         supervisor = self.supervisor(name)
-        if name in self.on_demand:
+        if name in self.on_demand.names:
             if act is Act.STOP:
                 self.on_demand.forget(name)
             if supervisor.state in NO_PROCESS and act is Act.STOP:
@@ -902,7 +902,8 @@ class Fleet:
     def comes(self, choices: Sequence[Choice]) -> bool:
         """Whether one of these engines may have to be loaded first."""
         return any(
-            each.engine.name in self.on_demand and each.state is not EngineState.READY for each, _ in choices
+            each.engine.name in self.on_demand.names and each.state is not EngineState.READY
+            for each, _ in choices
         )
 
     def is_group(self, model: object) -> bool:
@@ -929,7 +930,7 @@ class Fleet:
         """
         supervisor, word = choice
         name = supervisor.engine.name
-        if name in self.on_demand and not ticket.holds(name):
+        if name in self.on_demand.names and not ticket.holds(name):
             ticket.hold(name, await self.on_demand.use(name, tenant))
         elif supervisor.engine.state is not EngineState.READY or (
             supervisor.state is not EngineState.READY and not ticket.holds(name)
@@ -974,7 +975,7 @@ class Fleet:
         found = []
         for name, supervisor in self._supervisors.items():
             more: Json = {}
-            if name in self.on_demand:
+            if name in self.on_demand.names:
                 more = {"start": "on_demand", "loaded": supervisor.state is EngineState.READY}
             engine = supervisor.engine
             if pools or engine.generates:

@@ -180,6 +180,7 @@ class OnDemand:
 
     Attributes:
         start_s: seconds that one start may take.
+        names: of the engines that are loaded on demand.
     """
 
     def __init__(
@@ -193,21 +194,15 @@ class OnDemand:
         self._settings = settings
         self.start_s = settings.start_s
         self._supervision = supervision
-        self._terms = terms
-        self._budget = dict(budget)
+        self._take_terms(terms, budget)
         self._clock = clock
         self._residents: dict[str, Resident] = {}
         self._turns: OrderedDict[str, None] = OrderedDict()  # names of models that wait for room
         self._wake = asyncio.Event()
 
-    def __contains__(self, name: str) -> bool:
-        """Whether an engine is loaded on demand."""
-        return name in self._terms and self._terms[name].on_demand
-
-    @property
-    def any(self) -> bool:
-        """True if some engine is loaded on demand."""
-        return any(each.on_demand for each in self._terms.values())
+    def _take_terms(self, terms: Mapping[str, Terms], budget: Mapping[str, int]) -> None:
+        self._terms, self._budget = dict(terms), dict(budget)
+        self.names = frozenset(name for name, each in terms.items() if each.on_demand)
 
     def bind(self, served: Mapping[str, Served], metrics: OnDemandMetrics) -> None:
         """Connect it with the engines' supervisors, before they are started."""
@@ -223,9 +218,8 @@ class OnDemand:
             other: made of other settings; None: nothing is on demand by these.
             served: the supervisors of all engines of these settings.
         """
-        self._terms = dict(other._terms) if other is not None else {}
-        self._budget = dict(other._budget) if other is not None else {}
-        for name in [name for name in self._residents if not self.any or name not in self._terms]:
+        self._take_terms(*((other._terms, other._budget) if other is not None else ({}, {})))
+        for name in [name for name in self._residents if not self.names or name not in self._terms]:
             gone = self._residents.pop(name)
             self._turns.pop(name, None)
             self._fail(gone, None)
@@ -238,7 +232,7 @@ class OnDemand:
 
     def _take(self, served: Mapping[str, Served]) -> None:
         """Have each engine of the terms in the budget."""
-        if not self.any:
+        if not self.names:
             return
         for name, terms in self._terms.items():
             if (known := self._residents.get(name)) is not None:
