@@ -86,6 +86,11 @@ class Reloads:
     async def _run(self) -> dict[str, Any]:
         now = self._gateway.settings
         read = await in_own_thread(self._reread)
+        if "engines" in self._began.model_fields_set - read.model_fields_set:  # half written
+            raise SettingsError(
+                "engines: none is named any more, and the embedded models would take their place: name some, "
+                "or restart the gateway"
+            )
         if self._keyring is not None:
             await in_own_thread(read_keys, now.keys_file)
         differing = list(_differing(now, read))

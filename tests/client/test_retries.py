@@ -112,6 +112,12 @@ def test_it_waits_no_longer_than_is_bearable() -> None:
         assert step / 2 <= pause <= step
 
 
+def test_a_budget_that_is_spent_is_not_asked_for_again() -> None:
+    spent = Reply(429, {"retry-after": "43200"}, b'{"error": {"code": "budget_spent"}}')
+    busy = Reply(429, {"retry-after": "43200"}, b'{"error": {"code": "rate_limited"}}')
+    assert [Retries().after_reply(reply, 0) for reply in (spent, busy)] == [None, 30.0]
+
+
 def test_a_conflict_is_tried_again_only_where_it_passes() -> None:
     assert Retries().after_reply(Reply(409, {"retry-after": "1"}, b""), 0) == 1
     assert Retries().after_reply(Reply(409, {}, b""), 0) is None

@@ -245,6 +245,19 @@ def test_a_file_with_an_error_changes_nothing_and_says_where_as_the_start_does(f
 
 
 @pytest.mark.fault("G14")
+def test_a_file_that_is_half_written_does_not_put_the_embedded_models_in_the_engines_place(
+    file: File,
+) -> None:
+    with running(file) as gateway:
+        for text in ("", "[limits]\nn = 3\n"):
+            file.write(text)
+            refused = reload(gateway)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (422, "settings_refused")
+            assert "none is named any more" in refused.json()["error"]["message"]
+        assert states(gateway) == {"a": "ready", "b": "ready"}
+
+
+@pytest.mark.fault("G14")
 def test_what_cannot_change_while_the_gateway_runs_is_named_and_the_rest_changes(file: File) -> None:
     with running(file) as gateway:
         file.write(

@@ -16,7 +16,14 @@ from starlette.requests import Request
 
 from baton.admission.tenants import Admission, Ticket, TokenBucket
 from baton.config.groups import AdmissionSettings
-from baton.errors import BatonError, EngineOverloaded, GatewayOverloaded, InternalError, RateLimited
+from baton.errors import (
+    BatonError,
+    EngineOverloaded,
+    EngineUnavailable,
+    GatewayOverloaded,
+    InternalError,
+    RateLimited,
+)
 from baton.http.middleware.gate import AuthMiddleware
 from baton.http.middleware.weight import MemoryShortageMiddleware
 from baton.http.request import RequestState, state_of
@@ -259,3 +266,51 @@ async def test_no_place_is_lost_whatever_ends_three_thousand_requests(seed: int)
     assert most == 8  # seven, and the one in reserve for other tenants
     assert (shown("running"), shown("waiting")) == (0, 0)
     assert all(tenant.running == 0 for tenant in admission._tenants.values())
+
+
+async def test_a_request_that_picked_an_engine_that_is_removed_meanwhile_is_told() -> None:
+    admission = admission_of()
+    admission.add("g")
+    admission.add("g")
+    ticket = Ticket()
+    await admission.enter(ticket, "a", "g")
+    ticket.leave_engine()
+    admission.remove("g")
+    with pytest.raises(EngineUnavailable, match="removed"):
+        await admission.enter(Ticket(), "a", "g")
+
+
+@pytest.mark.fault("E8")
+def test_another_rate_holds_at_once_and_gives_no_second_burst() -> None:
+    clock = Clock()
+    admission = admission_of(clock, tenant_rate=60, tenant_burst=4)
+    admission.admit(Ticket(), "a")
+    for burst in (8, 4):
+        admission.change(AdmissionSettings(tenant_rate=60, tenant_burst=burst))
+    for _ in range(3):
+        admission.admit(Ticket(), "a")
+    with pytest.raises(RateLimited):
+        admission.admit(Ticket(), "a")
+    admission.change(AdmissionSettings(tenant_requests=4))
+    with pytest.raises(RateLimited, match="4 of your requests"):
+        admission.admit(Ticket(), "a")
+
+
+def test_what_is_to_be_done_after_a_request_waits_for_what_outlives_its_answer() -> None:
+    told: list[str] = []
+    plain = Ticket()
+    plain.answered()
+    plain.after(lambda: told.append("plain"))
+    assert told == ["plain"]
+
+
+async def test_what_outlives_an_answer_is_waited_for() -> None:
+    told: list[str] = []
+    ticket, work = Ticket(), asyncio.create_task(asyncio.sleep(0.01))
+    ticket.keep_until(work)
+    ticket.answered()
+    ticket.after(lambda: told.append("kept"))
+    assert told == []
+    await work
+    await soon()
+    assert told == ["kept"]

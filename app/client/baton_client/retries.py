@@ -18,6 +18,8 @@ ALWAYS = frozenset({429, 503})
 """Statuses after which every call is sent again: the gateway did not work on it, or lost what it did."""
 GATEWAY_LOST = b'"gateway_lost"'
 """The code with which our proxy answers 502 when the gateway that had the request is gone."""
+BUDGET_SPENT = b'"budget_spent"'
+"""The code of a 429 that lasts until the key's next day or month."""
 IF_ASKED = 409
 """A conflict passes only where the gateway sends `Retry-After` with it: a pending handoff."""
 
@@ -41,6 +43,7 @@ class Retries:
         asked = retry_after(reply.headers)
         passing = reply.status in ALWAYS or (reply.status == IF_ASKED and asked is not None)
         passing = passing or (reply.status == 502 and GATEWAY_LOST in reply.content)
+        passing = passing and not (reply.status == 429 and BUDGET_SPENT in reply.content)
         if not passing or attempt >= self.limit:
             return None
         return self._backoff(attempt) if asked is None else min(asked, self.longest_s)
