@@ -177,7 +177,8 @@ class BatchSettings(Frozen):
 
     enabled: bool = Field(
         True,
-        description="Whether `/v1/files` and `/v1/batches` answer; see [Run batches](../how-to/batches.md).",
+        description="Whether `/v1/files` and `/v1/batches` answer; see "
+        "[Run batches](../how-to/run-batches.md).",
     )
     folder: Path | None = Field(
         None,
