@@ -235,8 +235,11 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
                     "baton_kv: latent steps with tensor parallelism are not supported; "
                     "set tensor_parallel_size to 1"
                 )
-            if any(group.state for group in self._groups):
-                raise ValueError("baton_kv: latent steps of models with running states are not supported")
+            if len({(group.state, group.tokens) for group in self._groups}) > 1:
+                raise ValueError(
+                    "baton_kv: latent steps of models with running states, or with blocks of several sizes, "
+                    "are not supported; set latent = false"
+                )
             first = next(iter(layers.values()))
             if first.shape[0] != config.num_blocks:
                 raise ValueError(
@@ -272,6 +275,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._layout is not None
         if not current_platform.is_cpu():
             return "KV is moved on CPUs only"
+        if len(self._groups) > 1:
+            return "the model's layers keep KV of different tokens, or running states"
         from baton_kv.joins.supported import MovesUnsupported, make_mover  # which knows the CPU backend
 
         try:

@@ -135,7 +135,8 @@ def _specs_of(kv_cache_config: KVCacheConfig) -> list[Any]:
 
 def _require_caches(config: VllmConfig, specs: Sequence[Any]) -> None:
     """Refuse KV caches that cannot be moved exactly."""
-    families = {family_of(spec) for spec in specs}
+    found = {family_of(spec) for spec in specs}
+    families = [family for family in Family if family in found]
     if not families:
         raise ValueError("baton_kv: the model has no KV cache; set handoff = false")
     for family in families:
@@ -161,6 +162,11 @@ def _require_caches(config: VllmConfig, specs: Sequence[Any]) -> None:
         )
     if not states:
         return
+    if all(isinstance(spec, MambaSpec) for spec in specs):
+        raise ValueError(
+            "baton_kv: models of running states alone are not supported, as no run has proved them; set "
+            "handoff = false"
+        )
     cache = config.cache_config
     if Family.MAMBA2 in families and current_platform.is_cpu() and cache.enable_prefix_caching:
         raise ValueError(

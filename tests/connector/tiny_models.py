@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 FAMILIES = ("qwen2", "mistral", "gemma", "llama", "llama-4-heads", "gemma3", "windows", "gpt-oss")
-STATES = ("granite4", "qwen3-next", "lfm2", "gemma4")
+STATES = ("granite4", "qwen3-next", "gemma4")
 DRAFT = "llama-4-heads-draft"
 
 
@@ -20,7 +20,6 @@ if __name__ == "__main__":
         GemmaConfig,
         GptOssConfig,
         GraniteMoeHybridConfig,
-        Lfm2Config,
         LlamaConfig,
         MistralConfig,
         Qwen2Config,
@@ -64,11 +63,11 @@ if __name__ == "__main__":
         ),
     }
     plain = {name: value for name, value in shape.items() if name != "head_dim"}
-    four = {"num_hidden_layers": int(layers or 4), "tie_word_embeddings": False}
+    four = {"num_hidden_layers": 4, "tie_word_embeddings": False}
     configs |= {
         "granite4": GraniteMoeHybridConfig(  # Mamba 2, attention and experts
             **plain | four,
-            layer_types=["mamba", "mamba", "attention", "mamba"][: int(layers or 4)],
+            layer_types=["mamba", "mamba", "attention", "mamba"],
             position_embedding_type="rope",
             num_local_experts=4,
             num_experts_per_tok=2,
@@ -81,9 +80,7 @@ if __name__ == "__main__":
         ),
         "qwen3-next": Qwen3NextConfig(  # gated delta nets, attention and experts
             **shape | four | {"num_key_value_heads": 2, "head_dim": 128},
-            layer_types=["linear_attention", "linear_attention", "linear_attention", "full_attention"][
-                : int(layers or 4)
-            ],
+            layer_types=["linear_attention", "linear_attention", "linear_attention", "full_attention"],
             linear_key_head_dim=128,
             linear_value_head_dim=128,
             linear_num_key_heads=1,
@@ -93,21 +90,10 @@ if __name__ == "__main__":
             moe_intermediate_size=64,
             shared_expert_intermediate_size=64,
         ),
-        "lfm2": Lfm2Config(  # short convolutions and attention
-            **plain | four,
-            layer_types=["conv", "conv", "full_attention", "conv"][: int(layers or 4)],
-            conv_dim=64,
-            conv_dim_out=64,
-            block_dim=64,
-            block_ff_dim=128,
-            block_multiple_of=32,
-        ),
         "gemma4": Gemma4TextConfig(  # one head size and number of KV heads in layers with windows, another beside
             **shape | four | {"num_attention_heads": 4, "num_key_value_heads": 2},
             sliding_window=64,
-            layer_types=["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"][
-                : int(layers or 4)
-            ],
+            layer_types=["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
             global_head_dim=64,
             num_global_key_value_heads=1,
             hidden_size_per_layer_input=0,
@@ -115,7 +101,7 @@ if __name__ == "__main__":
         ),
     }
     configs[DRAFT] = configs["llama-4-heads"]
-    for number, family in enumerate((*FAMILIES, DRAFT, *STATES)):
+    for number, family in enumerate((*FAMILIES, DRAFT, *(() if layers else STATES))):
         torch.manual_seed(FAMILIES.index("llama-4-heads") if family == DRAFT else number)
         model = AutoModelForCausalLM.from_config(configs[family], dtype=torch.float32)
         if family == DRAFT:  # agrees with the model often, and not always

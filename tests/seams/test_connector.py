@@ -238,6 +238,9 @@ def test_states_that_are_not_proved_are_refused_at_the_start(
     with pytest.raises(ValueError, match=reason):
         engine_facts.require_supported(config(**changes), cache)
     cache.kv_cache_groups[1].kv_cache_spec = STATE
+    alone: Any = SimpleNamespace(kv_cache_groups=cache.kv_cache_groups[1:])
+    with pytest.raises(ValueError, match="running states alone"):
+        engine_facts.require_supported(config(), alone)
     engine_facts.require_supported(config(prefixes=True), cache)
     assert engine_facts.cache_groups(cache) == (CacheGroup(None, 64), CacheGroup(None, 64, state=True))
 
