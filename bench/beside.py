@@ -34,7 +34,7 @@ class Beside:
         ids = tuple(range(first, first + -(-tokens // block_size)))
         self._blocks = (GroupBlocks(0, ids),)
         self._over = threading.Event()
-        self.bytes = 0
+        self.bytes = self.largest = 0
 
     def __enter__(self) -> Beside:
         self._thread = threading.Thread(target=self._run)
@@ -64,6 +64,7 @@ class Beside:
         (outcome,) = finished.outcomes
         assert outcome.failure is None, outcome
         self.bytes += outcome.bytes
+        self.largest = max(self.largest, outcome.bytes)
 
 
 def main() -> None:
@@ -128,7 +129,7 @@ def main() -> None:
                     beside.append(pace())
                     moved = moving.bytes / 2**30
                 lost.append((options.said / beside[-1] - options.said / alone[-1]) / max(moved, 1e-9))
-            each = moving.bytes / 2**20 / max(1, round(rate * options.said / beside[-1])) / 2
+            each = moving.largest / 2**20
             ratio = statistics.median(one / two for one, two in zip(beside, alone, strict=True))
             cells = [f"{rate:g}", f"{each:.1f}", f"{statistics.median(alone):.1f}"]
             cells += [f"{statistics.median(beside):.1f}", f"{ratio:.3f}", f"{statistics.median(lost):.2f}"]
