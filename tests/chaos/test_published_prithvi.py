@@ -80,7 +80,7 @@ def test_the_published_model_answers_the_published_request(
     mean = np.array([band.mean for band in card.bands])[:, None, None]
     std = np.array([band.std for band in card.bands])[:, None, None]
     given = torch.tensor((pixels * 0.0001 - mean) / std, dtype=torch.float32)[None, :, None]
-    with rasterio.open(io.BytesIO(content)) as file, rasterio.io.MemoryFile():
+    with rasterio.open(io.BytesIO(content)) as file:
         place = torch.tensor([list(reversed(file.lnglat()))], dtype=torch.float32)
     with torch.inference_mode():
         scores = page.output(page.random(), given, None, place)[0]

@@ -225,7 +225,7 @@ def _bands(
 
 
 def _of_sar(mean: float, scale: float) -> dict[str, Any]:
-    """Say that a radar band beside optical ones has a unit of its own; means below 0 are decibels."""
+    """Make the unit of a radar band beside optical ones; means below 0 are decibels."""
     return {"scale": scale, "valid_range": DECIBELS if mean < 0 else None}
 
 

@@ -203,7 +203,11 @@ def _decoder(args: Mapping[str, Any], task: str, sizes: Mapping[str, Any]) -> di
         widths = as_list(given.get("channels"), "model_args.decoder_channels")
         values |= {"blocks": blocks, "channels": widths, "batch_norm": NORMS[norm]}
     if task == "regression":
-        act = str(head.get("final_act") or "Identity").rpartition(".")[2]
+        module, _, act = str(head.get("final_act") or "torch.nn.Identity").rpartition(".")
+        if not module.startswith("torch.nn"):
+            raise ValueError(
+                f"config.json: model_args.head_final_act: {head['final_act']!r} is not supported"
+            )
         values |= {"upscale": head.get("learned_upscale_layers", 0), "final_act": act}
     return values
 

@@ -294,6 +294,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "vit_adapter": (
         config(DUAL_LR | {"backbone_vit_adapter": True}, None), "model_args.backbone_vit_adapter: is not supported",
     ),
+    "an activation of its own": (
+        config(
+            {"decoder": "FCNDecoder", "backbone": "prithvi_eo_v2_300", "head_final_act": "mine.ReLU"}, None,
+            "PixelwiseRegressionTask",
+        ),
+        "model_args.head_final_act: 'mine.ReLU' is not supported",
+    ),
     "another factory": (
         config(DUAL_LR, None, factory="SMPModelFactory"), "model.init_args.model_factory: 'SMPModelFactory'",
     ),
