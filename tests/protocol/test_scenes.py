@@ -142,7 +142,8 @@ def test_a_deleted_job_frees_what_it_held(tmp_path: Path) -> None:
     ):
         body = {"model": "geo", "data": {"numbers": [100.0, 100.0]}}
         where = client.post("/v1/scenes", json=body).headers["location"]
-        assert until(lambda: client.get(where).json()["state"] == "running")
+        assert until(lambda: instance.threads), "its plugin works on it"
+        assert client.get(where).json()["state"] == "running"
         client.delete(where)
         assert len(instance.forgotten) == 1
         assert client.get(where).status_code == 404
