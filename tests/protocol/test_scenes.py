@@ -128,6 +128,8 @@ def test_a_key_repeats_nothing(tmp_path: Path) -> None:
         assert (shown["state"], shown["error"]["code"], shown["files"]) == ("failed", "too_cloudy", [])
         assert client.get(f"{where}/mask.tif").json()["error"]["code"] == "scene_not_ready"
         assert client.post("/v1/scenes", json={"model": "other", "data": {}}).status_code == 400
+        asked = client.post("/v1/scenes", json=BODY | {"follow_up": {"model": "other"}})
+        assert (asked.status_code, asked.json()["error"]["param"]) == (400, "follow_up")
     with gateway_of(tmp_path, Files(tmp_path), budget=0) as gateway, gateway.client() as client:
         assert client.post("/v1/scenes", json=BODY).json()["error"]["code"] == "operation_unsupported"
 
