@@ -128,6 +128,8 @@ def test_a_key_repeats_nothing(tmp_path: Path) -> None:
         assert (shown["state"], shown["error"]["code"], shown["files"]) == ("failed", "too_cloudy", [])
         assert client.get(f"{where}/mask.tif").json()["error"]["code"] == "scene_not_ready"
         assert client.post("/v1/scenes", json={"model": "other", "data": {}}).status_code == 400
+        asked = client.post("/v1/scenes", json=BODY | {"follow_up": {"model": "other"}})
+        assert (asked.status_code, asked.json()["error"]["param"]) == (400, "follow_up")
     with gateway_of(tmp_path, Files(tmp_path), budget=0) as gateway, gateway.client() as client:
         assert client.post("/v1/scenes", json=BODY).json()["error"]["code"] == "operation_unsupported"
 
@@ -142,7 +144,8 @@ def test_a_deleted_job_frees_what_it_held(tmp_path: Path) -> None:
     ):
         body = {"model": "geo", "data": {"numbers": [100.0, 100.0]}}
         where = client.post("/v1/scenes", json=body).headers["location"]
-        assert until(lambda: client.get(where).json()["state"] == "running")
+        assert until(lambda: instance.threads), "its plugin works on it"
+        assert client.get(where).json()["state"] == "running"
         client.delete(where)
         assert len(instance.forgotten) == 1
         assert client.get(where).status_code == 404

@@ -20,6 +20,7 @@ from baton.engines.backend import Json
 from baton.engines.engine import Engine
 from baton.errors import InvalidRequest, OperationUnsupported, RangeNotSatisfiable
 from baton.http.answer import engage, strip, unless_gone
+from baton.http.follow_up import FIELD
 from baton.http.request import (
     UPLOAD_TYPES,
     Gateway,
@@ -58,6 +59,10 @@ async def create_scene(request: Request) -> Response:
         require_priority(body.get("priority", 0))
         strip(request, body)
         require_data(runner, engine, body)
+        if FIELD in body:
+            raise InvalidRequest(
+                f"'{FIELD}' is for POST /pooling: a job has no answer to ask about.", param=FIELD
+            )
         job = await gateway.scenes.begin(
             runner,
             body,
