@@ -365,11 +365,11 @@ class LineAsker:
             sent.append(message)
 
         work = asyncio.create_task(self._within_budget(scope, asked.body, send))
-        gave_way = False
+        until_calm: Callable[[], Awaitable[None]] | None = None
 
-        def give_way() -> None:
-            nonlocal gave_way
-            gave_way = True
+        def give_way(calm: Callable[[], Awaitable[None]]) -> None:
+            nonlocal until_calm
+            until_calm = calm
             work.cancel()
 
         context.give_way = give_way
@@ -382,7 +382,9 @@ class LineAsker:
         finally:
             state.ticket.answered()
             self._gateway.usage.end(state.key_id, context.request_id)
-        if gave_way or work.cancelled():  # vLLM answers what was cancelled, as if its client had gone
+        if until_calm is not None:  # whatever vLLM answers, for it does as if the client had gone
+            await until_calm()
+        if until_calm is not None or work.cancelled():
             return None
         work.result()
         answer = _answer_of(sent, scope)
