@@ -23,7 +23,7 @@ from support.raw_requests import wait_for as wait_within
 from support.small_devices import fill, mounted
 from support.table_tests import each
 
-from baton.admission.api_keys import create_key, read_keys, revoke_key
+from baton.admission.api_keys import create_key, digest, read_keys, revoke_key
 from baton.batches.lines import Reader
 from baton.batches.store import BatchStore, Usage, Wanted
 from baton.config.groups import BatchSettings, LimitSettings
@@ -594,13 +594,13 @@ def test_a_cancelled_batch_writes_what_it_has_and_names_the_rest(tmp_path: Path)
 
 
 @pytest.mark.fault("H16")
-def test_a_tenant_whose_last_key_was_revoked_has_no_line_run(
+def test_a_batch_whose_key_was_revoked_has_no_further_line_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Its tenant, by another key, is told so of each line."""
     monkeypatch.setattr("baton.admission.api_keys.LOOK_EVERY_S", 0.0)
-    monkeypatch.setattr("baton.batches.service.LONGEST_PAUSE_S", 0.01)
     file = tmp_path / "keys.json"
-    keys = {tenant: create_key(file, tenant) for tenant in ("one", "two")}
+    mine, other = create_key(file, "one"), create_key(file, "one")
     held = Held()
     engine = FakeEngine("a", behaviour=slow(held))
     settings: dict[str, Any] = {
@@ -608,20 +608,17 @@ def test_a_tenant_whose_last_key_was_revoked_has_no_line_run(
         "batches": {"folder": tmp_path / "b", "lines": 2},
     }
     with run_fake(engine, **settings) as gateway:
-        client = sdk(gateway.url, keys["one"])
-        batch = begin(client, chats(9))
+        batch = begin(sdk(gateway.url, mine), chats(9))
         wait_for(lambda: engine.active == 2)
-        (mine,) = [key.id for key in read_keys(file) if key.tenant == "one"]
-        revoke_key(file, mine)
+        (of_batch,) = [key.id for key in read_keys(file) if key.sha256 == digest(mine)]
+        revoke_key(file, of_batch)
         held.release()
-        series = 'baton_batch_lines_total{result="put_off"}'
-        headers = {"authorization": f"Bearer {keys['two']}"}
-        wait_for(
-            lambda: f"{series} 0.0" not in httpx.get(f"{gateway.metrics_url}/metrics", headers=headers).text
-        )
-        assert len(engine.bodies) == 2
-        again = sdk(gateway.url, create_key(file, "one"))
-        assert len(answered(again, until(again, batch))) == 9
+        client = sdk(gateway.url, other)
+        done = until(client, batch)
+        assert len(rows(client, done.output_file_id)) == len(engine.bodies) == 2
+        refused = rows(client, done.error_file_id)
+        assert [row["response"]["status_code"] for row in refused] == [401] * 7
+        assert "was revoked" in refused[0]["response"]["body"]["error"]["message"]
 
 
 # Faults of engines

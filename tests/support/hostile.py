@@ -58,6 +58,8 @@ OTHER_FORMS: dict[str, dict[str, Any]] = {
     "/mcp": {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}},
     "/v1/scenes": {"model": "embed", "data": {}},
     "/ogc/processes/{process}/execution": {"inputs": {}},
+    "/v1/batches": {"input_file_id": "file-x", "endpoint": "/v1/completions", "completion_window": "24h"},
+    "/v1/warm": {"prompt_cache_key": "x"},
     "/v1/load_lora_adapter": {"lora_name": "x", "lora_path": "/nowhere"},
     "/v1/unload_lora_adapter": {"lora_name": "x"},
 }

@@ -116,8 +116,11 @@ async def ask_follow_up(request: Request, follow_up: FollowUp, description: Desc
     """
     try:
         # The plugin's engine may have to make room for the chat's.
-        state_of(request.scope).ticket.let_go()
+        state = state_of(request.scope)
+        state.ticket.let_go()
+        own = state.model
         engine = await engage(request, follow_up.body["model"])
+        state.model = own  # the chat's own usage is counted apart
         takes_images = engine.images.limit > 0
         body = await in_a_thread(
             request, partial(with_description, follow_up.body, description, takes_images=takes_images)

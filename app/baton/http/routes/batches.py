@@ -68,8 +68,6 @@ LINES: Mapping[str, tuple[Operation, Callable[[Request], Awaitable[Response]]]] 
 """The routes that a batch may be of, each with what answers it."""
 PURPOSES = ("batch", "batch_output")
 LONGEST_NAME = 255
-KEYLESS_S = 60
-"""Seconds until a line is asked again whose tenant has no key any more."""
 Seconds = Annotated[int, Field(ge=3600, le=30 * 86400)]
 
 
@@ -342,9 +340,6 @@ class LineAsker:
         state = RequestState(context)
         if self._keyring is not None:
             state.key = self._keyring.named(asked.key_id)
-            if state.key is None:  # it was revoked or has expired; or its file is being put in place
-                code, status = Unauthorized.code, Unauthorized.status
-                return Answer(status, b"", context.request_id, code, again_s=KEYLESS_S)
         headers = [(b"content-type", b"application/json"), (b"accept", b"application/json")]
         scope: Scope = {
             "type": "http",
@@ -400,6 +395,8 @@ class LineAsker:
 
     async def _routed(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive, send)
+        if self._keyring is not None and state_of(scope).key is None:
+            raise Unauthorized("The key that this batch was made with was revoked, or has expired.")
         context_of(request).take_memory(len(await request.body()))
         response = await LINES[scope["path"]][1](request)
         await response(scope, receive, send)
