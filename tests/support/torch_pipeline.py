@@ -25,6 +25,8 @@ from baton_geo.prithvi import PrithviConfig, PrithviSegmenter, load
 TILES_A_FORWARD = 8
 TIE = 1 / 255
 """Difference of two probabilities that may be turned round: engines give them as bytes."""
+HALF_TIE = 0.02
+"""The same of an engine that computes in half precision, as vLLM does where nothing else is said."""
 
 
 def torch_mask(model_folder: Path, content: bytes) -> npt.NDArray[np.uint8]:
@@ -44,7 +46,9 @@ def torch_mask(model_folder: Path, content: bytes) -> npt.NDArray[np.uint8]:
     return mask
 
 
-def as_torch_says(mask: npt.NDArray[np.generic], model_folder: Path, content: bytes) -> bool:
+def as_torch_says(
+    mask: npt.NDArray[np.generic], model_folder: Path, content: bytes, tie: float = TIE
+) -> bool:
     """Whether a mask is torch's, but for pixels where torch itself finds two classes equally likely.
 
     Equally, that is, within a byte: engines give probabilities as bytes, and some processors round otherwise where
@@ -59,7 +63,7 @@ def as_torch_says(mask: npt.NDArray[np.generic], model_folder: Path, content: by
     if (found >= len(chances)).any():
         return False
     ahead = chances[expected[rows, columns], rows, columns] - chances[found, rows, columns]
-    return bool((ahead < TIE).all())
+    return bool((ahead < tie).all())
 
 
 def torch_chances(
