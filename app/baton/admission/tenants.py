@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from baton.admission.fair_queue import FairQueue, GiveWay, QueueLimits
+from baton.admission.fair_queue import FairQueue, QueueLimits
 from baton.config.groups import AdmissionSettings, BatchSettings
 from baton.errors import BatonError, EngineOverloaded, RateLimited
 from baton.telemetry.metrics import AdmissionMetrics
@@ -79,7 +79,7 @@ class Ticket:
         tenant.running += 1
         self._tenant = tenant
 
-    async def enter(self, queue: FairQueue, tenant: str, give_way: GiveWay | None = None) -> None:
+    async def enter(self, queue: FairQueue, tenant: str, give_way: Callable[[], None] | None = None) -> None:
         """Take a place at an engine, at once or after waiting; `give_way` as for `FairQueue.place`."""
         assert self._place is None
         if give_way is not None:
@@ -156,7 +156,9 @@ class Admission:
             )
         ticket.counts_for(known)
 
-    async def enter(self, ticket: Ticket, tenant: str, engine: str, give_way: GiveWay | None = None) -> None:
+    async def enter(
+        self, ticket: Ticket, tenant: str, engine: str, give_way: Callable[[], None] | None = None
+    ) -> None:
         """Wait for a place at an engine, in the tenant's turn.
 
         Args:
