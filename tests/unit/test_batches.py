@@ -9,7 +9,7 @@ import json
 import random
 import sqlite3
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -417,9 +417,8 @@ class Worker:
         self._leave = await self._queue.enter_behind(self.tenant, self.give_way)
         self._running.append(self)
 
-    def give_way(self, calm: Callable[[], Awaitable[None]]) -> None:
+    def give_way(self) -> None:
         self.told += 1
-        self.calm = calm
 
     def leave(self) -> None:
         assert self._leave is not None
@@ -460,26 +459,6 @@ def test_a_request_has_all_but_some_behind_it_give_way_the_youngest_of_the_greed
         assert [worker.tenant for worker in running] == ["a", "c", "c"]  # what stayed, and what waited
         for worker in workers:
             worker.task.cancel()
-
-    asyncio.run(run())
-
-
-@pytest.mark.fault("H14")
-def test_who_gave_way_is_told_when_to_begin_again() -> None:
-    """Until then nothing is done for it, which would cost the requests that it gave way to."""
-
-    async def run() -> None:
-        queue, running = queue_of(behind=2, beside=0, quiet_s=0.0), list[Worker]()
-        worker = Worker(queue, "a", running)
-        await settle()
-        await queue.enter("client")
-        worker.leave()
-        again = asyncio.ensure_future(worker.calm())
-        await asyncio.sleep(0.01)
-        assert not again.done()
-        queue.leave("client")
-        await asyncio.wait_for(again, 20)
-        await worker.calm()  # nobody asks: at once
 
     asyncio.run(run())
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -46,8 +46,6 @@ Order = tuple[int, int]
 USUAL: Order = (0, 0)
 Waiters = dict[Order, OrderedDict[asyncio.Future[None], None]]
 """The waiting requests of one tenant, by their order; no entry is empty."""
-GiveWay = Callable[[Callable[[], Awaitable[None]]], None]
-"""Ends work that nobody waits for, of which it is given what waits until it may begin again."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +129,7 @@ class FairQueue:
         await self._turn(tenant, order, None if patient else self._wait_s)
         self._record_wait(time.monotonic() - began)
 
-    async def enter_behind(self, tenant: str, give_way: GiveWay) -> Callable[[], None]:
+    async def enter_behind(self, tenant: str, give_way: Callable[[], None]) -> Callable[[], None]:
         """Take a place for what nobody waits for, after waiting however long; returns what gives it back.
 
         Args:
@@ -157,7 +155,7 @@ class FairQueue:
 
     @asynccontextmanager
     async def place(
-        self, tenant: str, give_way: GiveWay | None = None, *, order: Order = USUAL
+        self, tenant: str, give_way: Callable[[], None] | None = None, *, order: Order = USUAL
     ) -> AsyncIterator[None]:
         """Hold a place for as long as the block runs.
 
@@ -298,7 +296,7 @@ class Holder:
     """
 
     tenant: str
-    give_way: GiveWay
+    give_way: Callable[[], None]
     admitted: asyncio.Future[None]
     leaving: bool = False
 
@@ -316,11 +314,10 @@ class Behind:
         self._quiet = True
         self._idle_since = 0.0
         self._timer: asyncio.TimerHandle | None = None
-        self._calming: list[asyncio.Future[None]] = []
         self._holding: list[Holder] = []
         self._turns: OrderedDict[str, list[Holder]] = OrderedDict()
 
-    async def enter(self, tenant: str, give_way: GiveWay) -> Callable[[], None]:
+    async def enter(self, tenant: str, give_way: Callable[[], None]) -> Callable[[], None]:
         """Take a place; see `FairQueue.enter_behind`."""
         holder = Holder(tenant, give_way, asyncio.get_running_loop().create_future())
         self._turns.setdefault(tenant, []).append(holder)
@@ -346,27 +343,15 @@ class Behind:
         if self._holding:
             self._give_way()
 
-    async def calm(self) -> None:
-        """Wait until there may be places, so that nothing is done for work that would only wait."""
-        if not self._places():
-            calm = asyncio.get_running_loop().create_future()
-            self._calming.append(calm)
-            self._await_quiet()
-            await calm
-
     def _await_quiet(self) -> None:
         """Look again when it has been quiet for long enough, if anybody waits for that."""
-        if (self._turns or self._calming) and not self._quiet and not self._busy() and self._timer is None:
+        if self._turns and not self._quiet and not self._busy() and self._timer is None:
             left = self._idle_since + self._limits.quiet_s - time.monotonic()
-            self._timer = asyncio.get_running_loop().call_later(max(0.0, left), self._look_again)
+            self._timer = asyncio.get_running_loop().call_later(max(0.0, left), self._calm)
 
-    def _look_again(self) -> None:
+    def _calm(self) -> None:
         self._timer, self._quiet = None, True
         self._fill()
-        calming, self._calming = self._calming, []
-        for each in calming:
-            if not each.done():  # cancelled
-                each.set_result(None)
 
     def _places(self) -> int:
         return self._limits.behind if self._quiet else self._limits.beside
@@ -379,7 +364,7 @@ class Behind:
             last = max(enumerate(staying), key=lambda each: (held[each[1].tenant], each[0]))[1]
             last.leaving = True
             staying.remove(last)
-            last.give_way(self.calm)
+            last.give_way()
 
     def _fill(self) -> None:
         """Give free places to the waiting tenants that hold the fewest, in turns."""

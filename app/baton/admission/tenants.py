@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from baton.admission.fair_queue import USUAL, FairQueue, GiveWay, Order, QueueLimits
+from baton.admission.fair_queue import USUAL, FairQueue, Order, QueueLimits
 from baton.config.groups import AdmissionSettings, BatchSettings
 from baton.errors import BatonError, EngineOverloaded, EngineUnavailable, RateLimited
 from baton.telemetry.metrics import AdmissionMetrics
@@ -105,7 +105,12 @@ class Ticket:
         self._tenant = tenant
 
     async def enter(
-        self, queue: FairQueue, tenant: str, give_way: GiveWay | None = None, *, order: Order = USUAL
+        self,
+        queue: FairQueue,
+        tenant: str,
+        give_way: Callable[[], None] | None = None,
+        *,
+        order: Order = USUAL,
     ) -> None:
         """Take a place at an engine, at once or after waiting; `give_way` as for `FairQueue.place`."""
         assert self._place is None
@@ -222,7 +227,7 @@ class Admission:
         ticket: Ticket,
         tenant: str,
         engine: str,
-        give_way: GiveWay | None = None,
+        give_way: Callable[[], None] | None = None,
         *,
         order: Order = USUAL,
     ) -> None:

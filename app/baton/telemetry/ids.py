@@ -50,7 +50,7 @@ class RequestContext:
         take_memory: counts further bytes that the request holds until it ends, of its body or its answer;
             raises `RateLimited` or `GatewayOverloaded` where these bytes are too many.
         give_way: ends the request, to begin it again later; called when a client's request needs the engine.
-            It is given what waits until then. None: a client waits for this one.
+            None: a client waits for this one.
     """
 
     request_id: str
@@ -70,7 +70,7 @@ class RequestContext:
     try_grammar: Callable[[Mapping[str, Any]], Awaitable[None]] | None = None
     fits: Callable[[str, str, str], Awaitable[bool]] | None = None
     take_memory: Callable[[int], None] = lambda _size: None
-    give_way: Callable[[Callable[[], Awaitable[None]]], None] | None = None
+    give_way: Callable[[], None] | None = None
 
 
 RESUMED_HEADER = "X-Baton-Resumed"

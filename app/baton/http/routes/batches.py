@@ -360,11 +360,11 @@ class LineAsker:
             sent.append(message)
 
         work = asyncio.create_task(self._within_budget(scope, asked.body, send))
-        until_calm: Callable[[], Awaitable[None]] | None = None
+        gave_way = False
 
-        def give_way(calm: Callable[[], Awaitable[None]]) -> None:
-            nonlocal until_calm
-            until_calm = calm
+        def give_way() -> None:
+            nonlocal gave_way
+            gave_way = True
             work.cancel()
 
         context.give_way = give_way
@@ -377,9 +377,7 @@ class LineAsker:
         finally:
             state.ticket.answered()
             self._gateway.usage.end(state.key_id, context.request_id)
-        if until_calm is not None:  # whatever vLLM answers, for it does as if the client had gone
-            await until_calm()
-        if until_calm is not None or work.cancelled():
+        if gave_way or work.cancelled():  # vLLM answers what was cancelled, as if its client had gone
             return None
         work.result()
         answer = _answer_of(sent, scope)
