@@ -114,13 +114,14 @@ class Loader:
         try:
             with self._store.open(key) as reader:
                 entry = Entry(reader, key, self._secret)
-            described = entry.description
-            if len(described.firsts) != len(self._blocks.groups):
-                raise EntryIncompatible("the entry has other cache groups than this engine")
+            described, groups = entry.description, self._blocks.groups
+            if described.layers != self._blocks.shapes or len(described.firsts) != len(groups):
+                # Another engine of the same weights may have saved it; it is not corrupt for that.
+                raise EntryIncompatible("the entry has layers of other shapes than this engine")
             blocks = tuple(
-                GroupBlocks(first, tuple(range(described.blocks - first)))
-                for group, own in zip(self._blocks.groups, described.firsts, strict=True)
-                for first in (0 if group.window is None else own,)
+                GroupBlocks(first, tuple(range(described.held(number).stop - first)))
+                for number, group in enumerate(groups)
+                for first in (0 if group.keeps_all else described.held(number).start,)
             )
             job = LoadJob("", key, blocks, described.computed, described.fingerprint, entry.digest)
             with open_sources(self._store, self._secret, job, self._blocks, self._resident) as sources:

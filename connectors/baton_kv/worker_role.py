@@ -49,6 +49,7 @@ LOW_PRIORITY = 19
 """Niceness (`man 7 sched`) of the thread of automatic saves: beside a busy model it hardly has a core."""
 SPARE_WITHIN_S = 20.0
 """An automatic save is given up if it takes longer: requests may need the blocks that it holds."""
+LOST = frozenset({TransferFailure.MISSING, TransferFailure.CORRUPT})
 MOST_WARMING = 64
 """Most entries that are brought into memory, or whose outcome nobody has asked for yet."""
 SWEPT_EVERY_S = 5.0
@@ -178,8 +179,11 @@ class WorkerRole:
             block_size: tokens in a block.
         """
         if (found := self._warming.get(key)) is None:
-            while len(self._warming) >= MOST_WARMING:  # nobody has asked for the oldest again
-                self._warming.popitem(last=False)[1].cancel()
+            while len(self._warming) >= MOST_WARMING:
+                ended = next((each for each, work in self._warming.items() if work.done()), None)
+                if ended is None:
+                    return Warmed(failure=TransferFailure.BUSY)
+                del self._warming[ended]  # nobody has asked for it again
             try:
                 self._warming[key] = self._warmer.submit(self._warmed, key, block_size)
             except RuntimeError as error:  # it is shut down
@@ -194,7 +198,12 @@ class WorkerRole:
         try:
             return self._loader.warm(key, block_size)
         except TransferError as error:
-            return Warmed(failure=failure_of(error))
+            failure = failure_of(error)
+            if failure in LOST and self._store.exists(
+                key
+            ):  # a file that it shares: a load uses what is before
+                failure = TransferFailure.NOT_WHOLE
+            return Warmed(failure=failure)
         except Exception as error:  # the thread's last handler: whoever asks again is told
             logger.exception("bringing %s into memory failed", key)
             return Warmed(failure=failure_of(error))

@@ -44,8 +44,9 @@ class Engine:
         seed: int = 0,
         resident: int = 0,
         verify: bool = True,
+        values: int = 8,
     ) -> None:
-        pool = torch.rand((12, LAYERS, HEADS, BLOCK, 8), generator=torch.Generator().manual_seed(seed))
+        pool = torch.rand((12, LAYERS, HEADS, BLOCK, values), generator=torch.Generator().manual_seed(seed))
         self.blocks = KVBlocks([pool[:, layer] for layer in range(LAYERS)])
         self.scheduler = SchedulerRole(store, secret, model, BLOCK)
         self.worker = WorkerRole(store, secret, self.blocks, resident=resident, verify=verify)

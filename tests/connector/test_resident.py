@@ -279,9 +279,38 @@ def test_what_is_gone_foreign_or_does_not_fit_is_told_and_drives_nothing_out(rel
 
 @pytest.mark.fault("B26")
 def test_what_nobody_asks_for_again_does_not_grow(relay: Relay) -> None:
+    worker = relay.loader.worker
     for _ in range(3 * MOST_WARMING):
-        assert relay.loader.worker.warm(new_key("acme"), BLOCK) is None
-    assert len(relay.loader.worker._warming) == MOST_WARMING
+        told = worker.warm(new_key("acme"), BLOCK)
+        assert told is None or told.failure is TransferFailure.BUSY
+    assert len(worker._warming) == MOST_WARMING
+
+
+@pytest.mark.fault("B26")
+def test_many_that_are_asked_for_all_the_time_all_end(relay: Relay) -> None:
+    """None is begun anew because another one came."""
+    worker = relay.loader.worker
+    left, told = [new_key("acme") for _ in range(2 * MOST_WARMING)], []
+    for _ in range(10_000):
+        for key in list(left):
+            found = worker.warm(key, BLOCK)
+            if found is not None and found.failure is not TransferFailure.BUSY:
+                told.append(found.failure)
+                left.remove(key)
+        if not left:
+            break
+        time.sleep(0.001)
+    assert told == [TransferFailure.MISSING] * (2 * MOST_WARMING)
+
+
+@pytest.mark.fault("B26")
+def test_an_entry_of_another_engines_shapes_stays(tmp_path: Path) -> None:
+    """Engines of the same weights may have other blocks or another dtype."""
+    relay = Relay(tmp_path)
+    other = Engine(relay.store, seed=2, resident=MIB, values=16)
+    assert warmed(other, relay.key).failure is TransferFailure.INCOMPATIBLE
+    assert relay.store.exists(relay.key)
+    assert warmed(relay.loader, relay.key).whole
 
 
 @pytest.mark.fault("B27")

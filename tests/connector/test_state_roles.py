@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -170,6 +171,24 @@ def test_a_state_is_loaded_after_exactly_the_tokens_it_has_seen(groups: tuple[Ca
     assert unsaved > 20
     assert (behind > 20) == (groups is GROUPS)
     assert not +engine.pinned, "blocks that nobody gives back"
+
+
+@pytest.mark.fault("B26")
+@pytest.mark.parametrize("groups", [GROUPS, ONE_STATE], ids=["a state a boundary", "one state"])
+def test_what_has_states_is_brought_into_memory_and_loaded_from_there(groups: tuple[CacheGroup, ...]) -> None:
+    chance = random.Random(7)
+    random.seed(8)
+    store = MemoryStore()
+    engine = StateEngine(store, groups)
+    for number in range(20):
+        tokens = said(chance.randrange(20, 60), chance)
+        key = engine.said(tokens, 10, transfer_params(save=True), f"a{number}")
+        assert key is not None
+        while (found := engine.worker.warm(key, KV_TOKENS)) is None:
+            time.sleep(0.0005)
+        assert found.failure is None
+        assert store.exists(key)
+        assert engine.loaded(key, [*tokens, 9, 9], f"b{number}") == len(tokens) - 1
 
 
 @pytest.mark.fault("B22")

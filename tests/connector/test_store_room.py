@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from baton_kv.contract import new_key
+from baton_kv.contract import EXPENDABLE, new_key
 from baton_kv.stores import room
+from baton_kv.stores.base import StoreFull
 from baton_kv.stores.file import FileStore
 from baton_kv.stores.room import AHEAD_SHARE, MANY_ENTRIES
 from baton_kv.stores.tree import Listing, StoreTree
@@ -111,3 +115,37 @@ def test_what_is_being_written_counts(tmp_path: Path) -> None:
         900,
         [False, True, True, True],
     )
+
+
+@pytest.mark.fault("B30")
+def test_an_automatic_save_under_way_takes_no_room_from_a_clients(tmp_path: Path) -> None:
+    """It meets the budget at its own end, and is refused then."""
+    store = FileStore(tmp_path / "store", budget=100)
+    mine, automatic = new_key("acme"), "acme/" + EXPENDABLE + "a" * 32
+
+    def parts() -> Iterator[bytes]:
+        yield b"y" * 60
+        store.put(mine, [b"z" * 60], size=60)
+
+    with pytest.raises(StoreFull):
+        store.put(automatic, parts(), size=60)
+    assert store.exists(mine)
+
+
+@pytest.mark.fault("B30")
+def test_of_two_saves_that_do_not_fit_together_one_is_kept(tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "store", budget=100)
+    for _ in range(30):
+        keys = [new_key("acme") for _ in range(2)]
+        gate = threading.Barrier(2)
+
+        def put(key: str, gate: threading.Barrier = gate) -> None:
+            gate.wait()
+            with contextlib.suppress(StoreFull):
+                store.put(key, [b"x" * 60], size=60)
+
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(put, keys))
+        assert any(map(store.exists, keys))
+        for key in keys:
+            store.delete(key)

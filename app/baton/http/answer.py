@@ -38,6 +38,7 @@ from baton.http.request import (
     counted_for,
     gateway_of,
     in_a_thread,
+    may_use,
     off_the_loop,
     read_json,
     state_of,
@@ -280,7 +281,7 @@ async def _respond(
     header = request.headers.get(HEADER)
     automatic = handed_over and (header is None or apply_header(body, header))
     if HINTS in body:
-        gateway.relay.hint(engine, body, context)
+        gateway.relay.hint(engine, body, context, partial(may_use, request))
     if engine.forwarding is not None:
         await prepare_forwarded(request, engine, operation, body)
         await take_place(request, engine)

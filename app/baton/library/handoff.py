@@ -144,7 +144,8 @@ class WarmedHandoff(BaseModel):
     reason: str | None = Field(
         description="Why it is not all there: `no_room` beside what others hold, `off` (setting "
         "`handoffs.resident` or `handoffs.verify`), `kv_gone`, `kv_corrupt`, `kv_incompatible`, "
-        "`store_unreadable`, `not_ready` (the engine), `unsupported` (it has a worker extension of its own)."
+        "`store_unreadable`, `busy` (with other KV: try again), `not_ready` (the engine), `unsupported` (it "
+        "has a worker extension of its own)."
     )
 
 

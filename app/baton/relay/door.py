@@ -189,8 +189,13 @@ class Relay:
             return [Source(record) for record in records]
         return await self.translations.sources(engine, context, records, where=where)
 
-    def hint(self, engine: Engine, body: Json, context: RequestContext) -> None:
+    def hint(
+        self, engine: Engine, body: Json, context: RequestContext, to: Callable[[LocalEngine], bool]
+    ) -> None:
         """Take `kv_hints` out of a body and begin what they ask for; a header tells what is not done.
+
+        Args:
+            to: returns whether KV may be brought to an engine.
 
         Raises:
             InvalidRequest: the field is no envelope of hints.
@@ -199,7 +204,7 @@ class Relay:
         if hints is None:
             return
         if engine.forwarding is None and engine.supports_handoffs:
-            unused = self.warming.begin(hints, context.tenant)
+            unused = self.warming.begin(hints, context.tenant, to)
         else:
             unused = [f"{each.action_type}@{each.action_version}" for each in hints.actions]
         if unused:

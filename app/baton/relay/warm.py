@@ -28,6 +28,10 @@ RETRY_AFTER_S = 5
 PREFETCH = "kv.prefetch"
 """The action of `kv_hints` that means this, as the proposals of vLLM, SGLang and TensorRT-LLM name it."""
 PREFETCH_VERSIONS = ("0.1", "1.0")
+WHY = REASONS | {TransferFailure.BUSY: "busy", TransferFailure.NOT_WHOLE: "kv_gone"}
+"""Why KV is not in memory, by what failed."""
+To = Callable[[LocalEngine], bool]
+"""Returns whether KV may be brought to an engine."""
 
 
 def warms_busy(_waited_s: float | None) -> BatonError:
@@ -50,13 +54,15 @@ class Warming:
     engines: Callable[[], Sequence[LocalEngine]]
     settings: HandoffSettings
     queue: FairQueue
-    _running: dict[tuple[str, str | None], asyncio.Task[list[WarmedHandoff]]] = field(default_factory=dict)
+    _running: dict[tuple[str, tuple[str, ...]], asyncio.Task[list[WarmedHandoff]]] = field(
+        default_factory=dict
+    )
 
-    async def handoff(self, handoff_id: str, tenant: str, engine: str | None) -> HandoffWarm:
+    async def handoff(self, handoff_id: str, tenant: str, to: To) -> HandoffWarm:
         """Bring one handoff into memory; waits for it as long as requests wait for a pending one.
 
         Args:
-            engine: name of the only engine to bring it to; None: to all that would load it.
+            to: returns whether it may be brought to an engine, if that would load it.
 
         Raises:
             HandoffNotFound: it is unknown, expired, deleted or failed, or another tenant's.
@@ -64,7 +70,7 @@ class Warming:
             GatewayOverloaded: too many wait already.
         """
         record = await self._ready(handoff_id, tenant)
-        done, data = await self._bring([record], engine)
+        done, data = await self._bring([record], to)
         if record not in self.library:
             raise HandoffNotFound()
         return HandoffWarm(id=record.id, state=done, contexts=1, data=data, actions=None)
@@ -81,22 +87,22 @@ class Warming:
             raise HandoffPending()
         return record
 
-    async def contexts(self, asked: WarmContexts, tenant: str) -> HandoffWarm:
+    async def contexts(self, asked: WarmContexts, tenant: str, to: To) -> HandoffWarm:
         """Bring contexts that the gateway saved by itself into memory, by their key, or what hints name.
 
         Raises:
             GatewayOverloaded: too many wait already.
         """
         if asked.kv_hints is not None:
-            return await self._hinted(asked.kv_hints, tenant, asked.model)
+            return await self._hinted(asked.kv_hints, tenant, to)
         records = self._keyed(asked.prompt_cache_key or "", tenant)
-        done, data = await self._bring(records, asked.model)
+        done, data = await self._bring(records, to)
         return HandoffWarm(id=None, state=done, contexts=len(records), data=data, actions=None)
 
     def _keyed(self, cache_key: str, tenant: str) -> list[Handoff]:
         return self.library.keyed(tenant, key_digest(cache_key))[:MOST_CONTEXTS]
 
-    async def _hinted(self, hints: KvHints, tenant: str, engine: str | None) -> HandoffWarm:
+    async def _hinted(self, hints: KvHints, tenant: str, to: To) -> HandoffWarm:
         """Do what hints ask for, as far as that is known here; the answer says of each what became of it."""
         records, results = dict[str, Handoff](), list[HintResult]()
         for action in hints.actions:
@@ -107,7 +113,7 @@ class Warming:
             records |= {each.id: each for each in found}
             status = "done" if found else "not_found"
             results.append(HintResult(action_id=action.action_id, status=status, reason=None))
-        done, data = await self._bring(list(records.values()), engine)
+        done, data = await self._bring(list(records.values()), to)
         told = [
             each.model_copy(update={"status": done}) if each.status == "done" else each for each in results
         ]
@@ -123,18 +129,18 @@ class Warming:
             return []
         return [record] if record.state is HandoffState.READY else []
 
-    def begin(self, hints: KvHints, tenant: str) -> list[str]:
+    def begin(self, hints: KvHints, tenant: str, to: To) -> list[str]:
         """Begin what a request's hints ask for, beside it; returns the actions of which nothing is done."""
         left = [action for action in hints.actions if why_unsupported(hints, action) is not None]
         done = [action for action in hints.actions if action not in left]
         if done:
             wanted = hints.model_copy(update={"actions": done})
-            self.library.in_background(self._hinted(wanted, tenant, None))
+            self.library.in_background(self._hinted(wanted, tenant, to))
         return [f"{action.action_type}@{action.action_version}" for action in left]
 
-    async def _bring(self, records: Sequence[Handoff], engine: str | None) -> tuple[str, list[WarmedHandoff]]:
+    async def _bring(self, records: Sequence[Handoff], to: To) -> tuple[str, list[WarmedHandoff]]:
         """Bring records into memory and wait a while; returns the state and what is there."""
-        tasks = [self._begin(record, engine) for record in records]
+        tasks = [self._begin(record, to) for record in records]
         if tasks:
             await asyncio.wait(tasks, timeout=self.settings.wait_s)
         ended = [task.result() for task in tasks if task.done()]
@@ -144,23 +150,21 @@ class Warming:
             together[each.engine] = each if before is None else _both(before, each)
         return "done" if len(ended) == len(tasks) else "pending", list(together.values())
 
-    def _begin(self, record: Handoff, engine: str | None) -> asyncio.Task[list[WarmedHandoff]]:
+    def _begin(self, record: Handoff, to: To) -> asyncio.Task[list[WarmedHandoff]]:
         """Begin to bring a record into memory, unless that is under way."""
-        name = (record.id, engine)
+        engines = [
+            each
+            for each in self.engines()
+            if each.supports_handoffs and each.weights == base_of(record.weights) and to(each)
+        ]
+        name = (record.id, tuple(each.name for each in engines))
         if (running := self._running.get(name)) is None:
-            running = self.library.in_background(self._brought(record, engine))
+            running = self.library.in_background(self._brought(record, engines))
             self._running[name] = running
             running.add_done_callback(lambda _: self._running.pop(name, None))
         return running
 
-    async def _brought(self, record: Handoff, engine: str | None) -> list[WarmedHandoff]:
-        engines = [
-            each
-            for each in self.engines()
-            if each.supports_handoffs
-            and each.weights == base_of(record.weights)
-            and engine in (None, each.name, *each.aliases)
-        ]
+    async def _brought(self, record: Handoff, engines: Sequence[LocalEngine]) -> list[WarmedHandoff]:
         async with self.queue.place(record.tenant):
             if engines:
                 await self.library.fetch_here(record, engines[0], ahead=True)
@@ -181,7 +185,7 @@ class Warming:
         if found.failure in KV_IS_GONE and record in self.library:
             self.library.kv_gone(record)
         if found.failure is not None:
-            reason = REASONS.get(found.failure, "unsupported")
+            reason = WHY.get(found.failure, "unsupported")
         if reason is None and not found.whole:
             reason = "no_room" if found.memory else "off"
         return WarmedHandoff(

@@ -274,7 +274,9 @@ class Packings:
 
     name: str
     layers: tuple[SlabPacking | None, ...]
-    _orders: dict[tuple[int, int, str], NDArray[numpy.int64] | None] = field(default_factory=dict, init=False)
+    _orders: dict[tuple[int, int, str, torch.dtype], NDArray[numpy.int64] | None] = field(
+        default_factory=dict, init=False
+    )
 
     @classmethod
     def of(cls, layers: Sequence[SlabPacking | None]) -> Packings | None:
@@ -295,7 +297,7 @@ class Packings:
 
     def _order(self, own: SlabPacking, name: str) -> NDArray[numpy.int64] | None:
         """Return where each value of a slab is in one that was packed so; None: nobody knows."""
-        shape = (own.tokens, own.head_size, name)
+        shape = (own.tokens, own.head_size, name, own.torch_dtype)
         if shape not in self._orders:
             other = SlabPacking.known(name, own.tokens, own.head_size, own.torch_dtype)
             order = None

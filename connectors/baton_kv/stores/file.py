@@ -79,7 +79,7 @@ __all__ = ["ABANDONED_AFTER_S", "IMAGES", "RECORDS", "RECORDS_TOTAL", "FileStore
 
 TEMPORARY = re.compile(r"\.[0-9a-f]{16}")
 """Pattern of temporary files in the root, from which the secret is linked."""
-WRITING = re.compile(r"[0-9a-f]{32}(\.[0-9a-z]{1,8})?")
+WRITING = re.compile(rf"({EXPENDABLE})?[0-9a-f]{{32}}(\.[0-9a-z]{{1,8}})?")
 """Pattern of the files in `writing`."""
 SEALING = "sealing"
 """Suffix of a draft that all ranks have finished, while the last of them completes it."""
@@ -143,9 +143,10 @@ class FileStore:
         self._room.require_possible(size)
         try:
             with self._tree.folder("writing") as writing:
-                temporary = secrets.token_hex(16)
+                expendable = name.startswith(EXPENDABLE)
+                temporary = (EXPENDABLE if expendable else "") + secrets.token_hex(16)
                 try:
-                    size = self._write(writing, temporary, parts, size, frees=not name.startswith(EXPENDABLE))
+                    size = self._write(writing, temporary, parts, size, frees=not expendable)
                     place = partial(self._place, writing, temporary, scope, name, size, shared)
                     commit(place) if commit else place()
                 finally:
@@ -249,7 +250,11 @@ class FileStore:
                     stem = secrets.token_hex(16)
                     try:
                         link_shared(shared, stem, target)
-                        self._room.make(size, replaced=(scope, name), linked=stem, written_as=temporary)
+                        try:
+                            self._room.make(size, replaced=(scope, name), linked=stem, written_as=temporary)
+                        except StoreFull:  # gone at once, or the next would count it
+                            _discard(writing, temporary)
+                            raise
                         self._room.count(size)
                         rename_shared(len(shared.keys), stem, name, target)
                         os.rename(temporary, name, src_dir_fd=writing, dst_dir_fd=target)

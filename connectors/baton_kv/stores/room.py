@@ -75,7 +75,9 @@ class Room:
         if self._budget is None:
             return
         beside, written = self._tree.bytes_beside(), self._tree.written()
-        beside += self._tree.being_written(written_as)
+        expendable = replaced is not None and replaced[1].startswith(EXPENDABLE)
+        # What clients asked for does not make room for what nobody did: that meets the budget at its own end.
+        beside += self._tree.being_written(written_as, without="" if expendable else EXPENDABLE)
         damaged, self._written = written < self._written, written
         held = math.inf if self._held is None or damaged else self._held.at_most(written)
         if held + beside + size <= self._budget:

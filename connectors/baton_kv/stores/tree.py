@@ -230,8 +230,12 @@ class StoreTree:
         except OSError as error:
             raise StoreError(f"listing: {error.strerror}") from None
 
-    def being_written(self, but: str = "") -> int:
-        """Return the bytes of the files that are being written, which have no place yet; `but` is left out.
+    def being_written(self, but: str = "", without: str = "") -> int:
+        """Return the bytes of the files that are being written, which have no place yet.
+
+        Args:
+            but: a file that is left out.
+            without: the beginning of the names of others that are; empty: of none.
 
         In memory a file has its size from the beginning.
 
@@ -243,7 +247,8 @@ class StoreTree:
             with self.folder(WRITING) as writing, os.scandir(writing) as listed:
                 for each in listed:
                     with contextlib.suppress(FileNotFoundError):  # placed, or given up
-                        total += each.stat(follow_symlinks=False).st_size if each.name != but else 0
+                        left_out = each.name == but or (without and each.name.startswith(without))
+                        total += 0 if left_out else each.stat(follow_symlinks=False).st_size
         except OSError as error:
             raise StoreError(f"listing: {error.strerror}") from None
         return total

@@ -492,7 +492,7 @@ class BlockReader:
             text = self._rest[:sure].rstrip()
             self._rest = self._rest[len(text) :]
             self._say(found, text)
-            return False
+            return bool(text and marks and self._block.first)  # behind text no mark begins calls
         text = self._rest[:at].rstrip()
         self._say(found, text)
         self._held, self._rest = self._rest[len(text) : at - length], self._rest[at - length :]

@@ -58,6 +58,9 @@ from baton.telemetry.ids import RequestContext
 from baton.telemetry.metrics import TransferMetrics
 from baton_kv.contract import TransferFailure, Warmed
 
+WARMED_WITHIN_S = 60.0
+"""Seconds after which nobody waits any more for KV to be in memory; the work itself goes on."""
+
 PACE_ARGS = frozenset({"max_num_seqs", "max_num_batched_tokens", "enforce_eager", "gpu_memory_utilization"})
 """Arguments of an engine that change how fast it answers, and not what."""
 NO_HANDOFFS = "it is configured without `handoff`, or with a `worker_extension_cls` of its own"
@@ -521,7 +524,8 @@ class VllmEngine:
         client = self._require_running().client
         if self._args.worker_extension_cls != MOVES_EXTENSION:
             return Warmed(failure=TransferFailure.OTHER)  # one without our methods
-        while True:
+        until = time.monotonic() + WARMED_WITHIN_S
+        while time.monotonic() < until:
             try:
                 told = await client.collective_rpc("baton_warm", args=(key,))
             except EngineDeadError:
@@ -532,6 +536,7 @@ class VllmEngine:
             if (found := Warmed.of_ranks(told)) is not None:
                 return found
             await asyncio.sleep(LOOK_EVERY_S)
+        return Warmed(failure=TransferFailure.BUSY)
 
     def forget_prefixes(self) -> None:
         self._forgotten += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Any
 
@@ -13,7 +13,16 @@ from baton.engines.backend import Elsewhere, EngineState, Json, Operation
 from baton.engines.engine import LocalEngine
 from baton.http.answer import check, engage, take_place, unless_gone
 from baton.http.elsewhere_body import prepare_forwarded
-from baton.http.request import Gateway, context_of, gateway_of, in_a_thread, read_json, state_of
+from baton.http.request import (
+    Gateway,
+    allowed,
+    context_of,
+    gateway_of,
+    in_a_thread,
+    may_use,
+    read_json,
+    state_of,
+)
 from baton.http.request_images import take_images
 from baton.images.image import ClientImage
 from baton.library.handoff import Handoff, HandoffState, HandoffWarm
@@ -138,8 +147,8 @@ async def warm_contexts(request: Request) -> Response:
     """
     gateway = gateway_of(request)
     asked = parse_options(WarmContexts, await read_json(request, gateway.settings.limits))
-    engine_of(gateway, asked.model)
-    return _warmed(await gateway.relay.warming.contexts(asked, context_of(request).tenant))
+    to = _to(request, asked.model)
+    return _warmed(await gateway.relay.warming.contexts(asked, context_of(request).tenant, to))
 
 
 @router.post("/v1/handoffs/{handoff_id}/warm")
@@ -151,20 +160,25 @@ async def warm_handoff(request: Request, handoff_id: str) -> Response:
     gateway = gateway_of(request)
     given = await read_json(request, gateway.settings.limits) if await request.body() else {}
     asked = parse_options(WarmHandoff, given)
-    engine_of(gateway, asked.model)
-    tenant = context_of(request).tenant
-    return _warmed(await gateway.relay.warming.handoff(handoff_id, tenant, asked.model))
+    to = _to(request, asked.model)
+    return _warmed(await gateway.relay.warming.handoff(handoff_id, context_of(request).tenant, to))
 
 
-def engine_of(gateway: Gateway, name: str | None) -> None:
-    """Check that an engine here keeps handoffs, if one is named.
+def _to(request: Request, name: str | None) -> Callable[[LocalEngine], bool]:
+    """Return whether KV may be brought to an engine: the named one, or each that the request's key may use.
 
     Raises:
         ModelNotFound: there is none of this name.
-        OperationUnsupported: it keeps none.
+        ModelNotAllowed: its key may not use it.
+        OperationUnsupported: it keeps no handoffs.
     """
-    if name is not None:
-        require_handoffs(gateway.fleet.pick(name))
+    if name is None:
+        return partial(may_use, request)
+    fleet = gateway_of(request).fleet
+    allowed(request, name, fleet.choices(name))
+    named = fleet.pick(name)
+    require_handoffs(named)
+    return lambda engine: engine.name == named.base
 
 
 def _warmed(warm: HandoffWarm) -> Response:
