@@ -42,6 +42,10 @@ SEGMENTATION: Final = {
 }
 
 
+OF_SEVERAL_FILES: dict[str, Any] = {"bands": {"__all__": {"grid", "resampling"}}}
+"""What a card says of scenes of one file a band, for which this model's says nothing."""
+
+
 def card(mean: Sequence[float], std: Sequence[float]) -> Card:
     """Return the card of the model.
 
@@ -87,5 +91,5 @@ def config_json(rasters: Card) -> dict[str, Any]:
             "std": [band.std for band in rasters.bands],
             "segmentation": SEGMENTATION,
         },
-        "baton_geo": rasters.model_dump(mode="json", exclude_none=True),
+        "baton_geo": rasters.model_dump(mode="json", exclude_none=True, exclude=OF_SEVERAL_FILES),
     }
