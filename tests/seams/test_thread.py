@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,10 @@ from vllm.v1.executor import Executor, UniProcExecutor
 from baton.engines.process.fork_server import CURRENT, ForkContext, Launch
 from baton.engines.vllm import engine_thread as thread_module
 from baton.engines.vllm.engine_thread import EngineThread, Starts, fork_cores
+
+ARGS: Any = SimpleNamespace(
+    create_engine_config=lambda _usage: None, enable_log_requests=False, disable_log_stats=True
+)
 
 
 @pytest.mark.fault("A11")
@@ -35,13 +40,14 @@ def test_a_build_is_broken_off(monkeypatch: pytest.MonkeyPatch, has_a_core: bool
             time.sleep(0.01)
         raise RuntimeError("the core is gone")
 
-    monkeypatch.setattr(AsyncLLM, "from_engine_args", build)
+    monkeypatch.setattr(AsyncLLM, "from_vllm_config", build)
+    monkeypatch.setattr(thread_module, "with_core", lambda config: config)
     monkeypatch.setattr(
         thread_module.multiprocessing,
         "active_children",
         lambda: [core] if core is not None and begun.is_set() else [],
     )
-    thread = EngineThread(None, None, "a", Starts())  # type: ignore[arg-type]  # nothing is built
+    thread = EngineThread(ARGS, None, "a", Starts())  # type: ignore[arg-type]  # nothing is built
     thread.start()
     assert begun.wait(20)
     asyncio.run(asyncio.wait_for(thread.end(), 20))
@@ -62,10 +68,11 @@ def test_builds_that_wait_for_their_turn_end_too(monkeypatch: pytest.MonkeyPatch
             time.sleep(0.01)
 
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    monkeypatch.setattr(AsyncLLM, "from_engine_args", build)
+    monkeypatch.setattr(AsyncLLM, "from_vllm_config", build)
+    monkeypatch.setattr(thread_module, "with_core", lambda config: config)
     monkeypatch.setattr(thread_module.multiprocessing, "active_children", lambda: [other])
     starts = Starts()
-    threads = [EngineThread(None, None, name, starts, forked=forked) for name in "abc"]  # type: ignore[arg-type]
+    threads = [EngineThread(ARGS, None, name, starts, forked=forked) for name in "abc"]  # type: ignore[arg-type]
     for thread in threads:
         thread.start()
     assert begun.wait(20)
