@@ -194,7 +194,7 @@ class Streams:
         state, request = states[0], self._sent.get(states[0].request_id)
         if len(states) > 1 or state.parent_req is not None:
             cut.why = "it has several answers"
-        elif request is None or (why := _unsure(request, state, transfer)) is not None:
+        elif request is None or (why := unsure(request, state, transfer)) is not None:
             cut.why = "it was never sent" if request is None else why
         else:
             assert state.detokenizer is not None
@@ -325,7 +325,7 @@ def hindrance(
     return None
 
 
-def _unsure(request: EngineCoreRequest, state: RequestState, transfer: TransferRequest | None) -> str | None:
+def unsure(request: EngineCoreRequest, state: RequestState, transfer: TransferRequest | None) -> str | None:
     """Return why another request, with what was said behind its prompt, may not go on exactly; None: it does.
 
     Of this one nothing is known then but its token ids, and what its client says again.
