@@ -22,12 +22,8 @@ SAID = 4
 KEPT = {"a": {"handoff": True}}
 """Its store has a folder, which the next gateway finds."""
 TEXT = {"model": "a", "prompt": [1, 2, 3], "max_tokens": 9, "stream": True}
-CHAT = {
-    "model": "a",
-    "messages": [{"role": "user", "content": "5 6"}],
-    "max_tokens": 9,
-    "stream": True,
-}
+MESSAGES = [{"role": "user", "content": "5 6"}]
+CHAT = {"model": "a", "messages": MESSAGES, "max_tokens": 9, "stream": True}
 
 
 @dataclass
@@ -136,6 +132,13 @@ def test_one_that_goes_on_may_be_cut_off_again(tmp_path: Path) -> None:
             CHAT | {"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]},
             "a call of a tool may have begun",
         ),
+        (
+            "/v1/chat/completions",
+            CHAT
+            | {"continue_final_message": True, "add_generation_prompt": False}
+            | {"messages": [*MESSAGES, {"role": "assistant", "content": "7"}]},
+            "its answer began in a message",
+        ),
     ],
 )
 def test_what_may_not_be_exact_is_not_handed_on_and_says_why(
@@ -151,9 +154,11 @@ def test_what_may_not_be_exact_is_not_handed_on_and_says_why(
     ("path", "body", "headers"),
     [
         ("/v1/completions", TEXT, {"X-Baton-Handoff": "off"}),
+        ("/v1/completions", TEXT | {"n": 2}, {}),
+        ("/v1/completions", TEXT | {"prompt": ["1 2", "3"]}, {}),
         ("/v1/responses", {"model": "a", "input": "1 2", "max_output_tokens": 9, "stream": True}, {}),
     ],
-    ids=["off", "responses"],
+    ids=["off", "several answers", "several prompts", "responses"],
 )
 def test_others_end_as_before(
     tmp_path: Path, path: str, body: dict[str, Any], headers: dict[str, str]

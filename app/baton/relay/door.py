@@ -328,8 +328,13 @@ def open_relay(
 
 def _cut_of(operation: Operation, body: Json) -> Cut | None:
     """Make what ends an answer before it is complete, if its client can have it go on: see `LeftBehind`."""
-    goes_on = operation in (Operation.COMPLETIONS, Operation.CHAT) and body.get("stream") is True
-    return Cut() if goes_on else None
+    if operation not in (Operation.COMPLETIONS, Operation.CHAT) or body.get("stream") is not True:
+        return None
+    prompt = body.get("prompt")
+    several = isinstance(prompt, list) and not all(type(token) is int for token in prompt)
+    if several or body.get("n") not in (None, 1) or body.get("use_beam_search"):
+        return None
+    return Cut()
 
 
 def _modes(settings: Settings) -> dict[str, AutomaticMode]:

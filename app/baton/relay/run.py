@@ -181,15 +181,14 @@ class LeftBehind:
         """Leave the context so far as a handoff; returns what its client is told of it."""
         counts = self.metrics.streams_handed_on
         chat = self.body.get("messages") is not None
-        why = cut.why or self._hindrance(chat)
+        if chat:
+            conversation = conversation or conversation_of(self.body, len(cut.prompt))
+            if conversation is not None and conversation.answer_from == AFTER_THE_PROMPT:
+                conversation = conversation.model_copy(update={"answer_from": len(cut.prompt)})
+        why = cut.why or (self._hindrance(conversation) if chat else None)
         if why is not None:
             counts.labels("inexact").inc()
             return {"id": None, "reason": why}
-        if chat:
-            known = conversation if conversation is not None and conversation.messages else None
-            conversation = known or conversation_of(self.body, len(cut.prompt))
-            if conversation is not None and not conversation.answer_from:  # as `AFTER_THE_PROMPT`
-                conversation = conversation.model_copy(update={"answer_from": len(cut.prompt)})
         transfer = TransferRequest()
         transfer.report.saves = False  # of its tokens, KV is computed again
         record = self.handoffs.begin(self.engine, self.context.tenant, ttl_s=LEFT_FOR_S)
@@ -203,12 +202,17 @@ class LeftBehind:
         said = {"said_tokens": len(cut.said), "said_characters": len(cut.text)}
         return {"id": record.id, "expires_at": int(record.expires_at)} | said
 
-    def _hindrance(self, chat: bool) -> str | None:
-        """Return why what the client received may not be all that the model said; None: it is."""
-        if chat and self.body.get("tools") and self.body.get("tool_choice") != "none":
+    def _hindrance(self, conversation: Conversation | None) -> str | None:
+        """Return why a chat that was received as messages cannot go on as its tokens do; None: it can."""
+        if conversation is None or conversation.text_only:
+            return "its messages are too large to keep"
+        template = conversation.template | self.body
+        if template.get("tools") and template.get("tool_choice") != "none":
             return "a call of a tool may have begun"
-        if chat and tells_thoughts(self.engine):
+        if tells_thoughts(self.engine):
             return "thoughts are told apart from words"
+        if self.body.get("continue_final_message") or self.body.get("add_generation_prompt") is False:
+            return "its answer began in a message"
         return None
 
 

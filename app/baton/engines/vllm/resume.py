@@ -197,9 +197,9 @@ class Streams:
         elif request is None or (why := unsure(request, state, transfer)) is not None:
             cut.why = "it was never sent" if request is None else why
         else:
-            assert state.detokenizer is not None
+            detokenizer: Any = state.detokenizer
             cut.prompt = list(state.prompt_token_ids or ())
-            cut.said, cut.text = list(state.detokenizer.output_token_ids), state.detokenizer.output_text
+            cut.said, cut.text = list(detokenizer.output_token_ids), detokenizer.output_text
         cut.ended = True
         gone = processor.abort_requests([each.request_id for each in states], internal=True)
         abort = asyncio.ensure_future(self._abort(gone))
@@ -342,8 +342,10 @@ def unsure(request: EngineCoreRequest, state: RequestState, transfer: TransferRe
         return "a grammar constrains it"
     if params.seed is not None and params.temperature > 0:
         return "with its `seed` the random numbers of the beginning would come again"
+    text: str | None = getattr(state.detokenizer, "output_text", None)
+    if text is None:
+        return "its tokens are not read as text"
     stops = [params.stop] if isinstance(params.stop, str) else params.stop or ()
-    text = state.detokenizer.output_text if state.detokenizer is not None else ""
     if any(text.endswith(stop[:length]) for stop in stops for length in range(1, len(stop))):
         return "its text may end within a stop string"
     return None
