@@ -170,9 +170,10 @@ def test_others_end_as_before(
         assert outcomes(first.gateway) == {}
 
 
-def test_a_chat_without_messages_needs_an_answer_that_is_open(tmp_path: Path) -> None:
+def test_what_was_no_chat_goes_on_as_none(tmp_path: Path) -> None:
+    with draining(tmp_path / "store") as first:
+        _, error = first.stream("/v1/completions", TEXT)
     with after(tmp_path / "store") as gateway, gateway.client() as client:
-        made = client.post("/v1/handoffs", json={"model": "a", "prompt": "1 2"}).json()
-        body = CHAT | {"messages": [], "handoff": {"from": made["id"]}}
+        body = CHAT | {"messages": [], "handoff": {"from": error["handoff"]["id"]}}
         refused = client.post("/v1/chat/completions", json=body)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages")

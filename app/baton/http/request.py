@@ -222,7 +222,9 @@ class Drain:
         return task in self._cut
 
     @contextlib.contextmanager
-    def watching(self, task: asyncio.Task[object], leave: Callable[[], bool]) -> Iterator[None]:
+    def watching(
+        self, task: asyncio.Task[object], leave: Callable[[], bool] = lambda: False
+    ) -> Iterator[None]:
         """Register the task of a request while it runs.
 
         Args:

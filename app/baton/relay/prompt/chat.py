@@ -451,7 +451,7 @@ async def write_prompt(
         return await _completion(writer, source, seen, body, written=latent or not answered)
     if not answered:
         return _of_chat(await _chat(writer, source, seen, body, answered=False))
-    if source is not None and not body.get("messages"):
+    if source is not None and source.cut_off and body.get("messages") in (None, []):
         return _gone_on(writer, source, seen, body)
     if source is None and not (prompt_only or latent or writer.client_images):
         return ContextPrompt(
@@ -464,17 +464,17 @@ async def write_prompt(
 
 
 def _gone_on(writer: Writer, source: Handoff, seen: list[PlacedImage], body: Json) -> ContextPrompt:
-    """Go on with the answer of a chat that ends a handoff, such as one that a drain ended.
+    """Go on with the answer of a chat that a drain ended.
 
     Raises:
-        InvalidRequest: it ends with none.
+        InvalidRequest: it is not of a chat, or several contexts are joined.
         OperationUnsupported: the model's thoughts are told apart from its words.
     """
     past = source.conversation
     if past is None or past.answer_from is None or past.ended or past.text_only or writer.joined:
         raise InvalidRequest(
-            "messages: there must be at least one message; only a chat from one handoff that ends with an "
-            "answer may go on with that.",
+            "messages: there must be at least one message, as the handoff is no chat's alone: what a drain ended "
+            "goes on by the same route.",
             param="messages",
         )
     if tells_thoughts(writer.engine):
