@@ -473,8 +473,8 @@ def _gone_on(writer: Writer, source: Handoff, seen: list[PlacedImage], body: Jso
     past = source.conversation
     if past is None or past.answer_from is None or past.ended or past.text_only or writer.joined:
         raise InvalidRequest(
-            "messages: there must be at least one message, as the handoff is no chat's alone: what a drain ended "
-            "goes on by the same route.",
+            "messages: there must be at least one message, as the handoff is no chat's alone: what a drain "
+            "ended goes on by the same route.",
             param="messages",
         )
     if tells_thoughts(writer.engine):
