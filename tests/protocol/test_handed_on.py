@@ -15,6 +15,8 @@ import pytest
 from support.gateways import FakeGateway, run_fake
 
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
+from baton.http import request as gateway_requests
+from baton.relay import run
 
 pytestmark = pytest.mark.fault("A20")
 
@@ -24,6 +26,13 @@ KEPT = {"a": {"handoff": True}}
 TEXT = {"model": "a", "prompt": [1, 2, 3], "max_tokens": 9, "stream": True}
 MESSAGES = [{"role": "user", "content": "5 6"}]
 CHAT = {"model": "a", "messages": MESSAGES, "max_tokens": 9, "stream": True}
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the machine is, what is left behind is written in time."""
+    monkeypatch.setattr(run, "LEFT_WITHIN_S", 30)
+    monkeypatch.setattr(gateway_requests, "LEAVE_WITHIN_S", 60)
 
 
 @dataclass

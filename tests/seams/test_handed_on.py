@@ -22,7 +22,9 @@ from baton.config.settings import load_settings
 from baton.engines.backend import EngineState, Report
 from baton.engines.vllm.engine_thread import Starts
 from baton.engines.vllm.resume import Streams
+from baton.http import request as gateway_requests
 from baton.models.store import ModelStore
+from baton.relay import run
 
 pytestmark = pytest.mark.fault("A20")
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -96,6 +98,13 @@ class Gateway:
             assert not [each for each in choices if each["finish_reason"] is not None]
         said = (each.get("text") or each.get("delta", {}).get("content") or "" for each in choices)
         return "".join(said), events[-1]
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the machine is, what is left behind is written in time."""
+    monkeypatch.setattr(run, "LEFT_WITHIN_S", 30)
+    monkeypatch.setattr(gateway_requests, "LEAVE_WITHIN_S", 60)
 
 
 @pytest.fixture(scope="module")
