@@ -6,16 +6,21 @@ The second has an engine that the first answers for, too; the first archives wha
 from __future__ import annotations
 
 import shutil
+import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Semaphore
 from typing import Any
 
 import pytest
 from support.archives import BUCKET, WEED, Archive, archive_server, with_s3
 from support.gateways import RealGateway
+from support.raw_requests import wait_for
 from support.relay_requests import DOCUMENT, Served, ask, cached, ids, once_saved, relay_there_and_back, told
+from support.resumed_streams import read
 from support.shared_gateways import gateways_over
 from support.shared_stores import BINARIES, StoreServer, store_server
 
@@ -184,6 +189,53 @@ def test_b_loads_from_the_archive_what_its_machine_has_lost(
         unknown = client.get("/v1/handoffs/" + "x" * 32)
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (503, "handoff_store_unavailable")
     assert "archive" in unknown.json()["error"]["message"]
+
+
+def said_by(event: dict[str, Any]) -> str:
+    """The text of one event of a stream."""
+    choice = (event.get("choices") or [{}])[0]
+    return choice.get("text") or choice.get("delta", {}).get("content") or ""
+
+
+@pytest.mark.fault("A20")
+def test_streams_of_a_gateway_that_ends_go_on_at_the_other(gateways: tuple[RealGateway, RealGateway]) -> None:
+    """What both say together is what an unbroken stream says."""
+    one, two = gateways
+    greedy = {"model": "smollm2", "temperature": 0, "ignore_eos": True, "stream": True}
+    chat = {"messages": [{"role": "user", "content": "Count from one to a hundred, in words."}]}
+    bodies = [
+        ("/v1/completions", greedy | {"prompt": DOCUMENT[:300], "max_tokens": 900}, {"prompt": ""}),
+        ("/v1/chat/completions", greedy | chat | {"max_tokens": 900}, {"messages": []}),
+    ]
+    begun = Semaphore(0)
+
+    def until_it_ends(path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+        return read(two, path, body, at=20, then=begun.release).events
+
+    def stop() -> int:
+        for _ in bodies:
+            assert begun.acquire(timeout=60)
+        two.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: "draining" in two.log, "it does not drain")
+        two.process.send_signal(signal.SIGTERM)
+        return two.process.wait(timeout=60)
+
+    with ThreadPoolExecutor(3) as pool:
+        running = [pool.submit(until_it_ends, path, body) for path, body, _ in bodies]
+        stopped = pool.submit(stop)
+        told_of = [each.result(120) for each in running]
+        assert stopped.result(120) == 0
+    for (path, body, nothing), events in zip(bodies, told_of, strict=True):
+        left = events[-1]["error"]["handoff"]
+        before = "".join(map(said_by, events))
+        assert left["said_characters"] == len(before), events[-1]
+        assert 0 < left["said_tokens"] < 900
+        rest = body | nothing | {"max_tokens": 60, "handoff": {"from": left["id"]}}
+        after = "".join(map(said_by, read(one, path, rest).events))
+        whole = read(one, path, body | {"max_tokens": left["said_tokens"] + 60}).events
+        assert before + after == "".join(map(said_by, whole))
+    two.__enter__()
+    two.wait_until_ready()
 
 
 def test_a_store_that_hangs_or_is_lost_costs_no_answer(

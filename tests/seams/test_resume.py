@@ -13,7 +13,7 @@ from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.outputs import RequestOutput
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
@@ -21,12 +21,14 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 from baton.config.groups import EngineSettings
 from baton.engines.adapters import Adapter
 from baton.engines.backend import EngineState
+from baton.engines.transfers import TransferRequest
 from baton.engines.vllm import engine
 from baton.engines.vllm.engine import VllmEngine
 from baton.engines.vllm.engine_thread import Starts
 from baton.engines.vllm.lora import Loaded
-from baton.engines.vllm.resume import STATELESS, Streams, continued, hindrance
+from baton.engines.vllm.resume import STATELESS, Streams, continued, hindrance, unsure
 from baton.errors import EngineUnavailable
+from baton.telemetry.ids import Cut
 
 pytestmark = [pytest.mark.fault("A15"), pytest.mark.anyio]
 
@@ -36,9 +38,13 @@ class Core:
 
     def __init__(self) -> None:
         self.got: list[EngineCoreRequest] = []
+        self.ended: list[str] = []
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         self.got.append(request)
+
+    async def abort_requests_async(self, requests: list[str]) -> None:
+        self.ended += requests
 
 
 class Client:
@@ -139,6 +145,80 @@ async def test_it_goes_on_behind_what_was_said_and_nothing_of_it_is_kept() -> No
     assert house.resumed == 2
     assert not any(client.output_processor.request_states for client in house.clients)
     assert not third_kept(house)
+
+
+async def test_one_that_is_ended_where_it_stands_says_all_that_the_core_has_said() -> None:
+    """Its stream ends with it, nothing of it is kept, and the core is told to stop."""
+    house, cut = House(2), Cut()
+    outputs = house.ask(cut=cut)
+    reading = asyncio.ensure_future(some(outputs))
+    await asyncio.sleep(0)
+    house.clients[0].says("r", 10)
+    assert await reading == [10]
+    house.clients[0].dies()
+    reading = asyncio.ensure_future(some(outputs))  # it goes on at the second
+    await asyncio.sleep(0.01)
+    house.clients[1].says("r", 11, 12)
+    read_as(house.clients[1], "as text")
+    assert cut.end is not None
+    assert cut.end()
+    assert not cut.end(), "it has ended"
+    house.clients[1].says("r", 13)  # nobody reads that any more
+    assert await reading == [11, 12]
+    with pytest.raises(StopAsyncIteration):
+        await anext(outputs)
+    assert (cut.prompt, cut.said, cut.why, cut.end) == ([1, 2, 3], [10, 11, 12], None, None)
+    assert house.clients[1].engine_core.ended == ["r"]
+    assert not house.clients[1].output_processor.request_states
+    assert not third_kept(house)
+
+
+@pytest.mark.parametrize(
+    ("params", "transfer", "why"),
+    [
+        ({"seed": 4, "temperature": 1.0}, None, "random numbers"),
+        ({"structured_outputs": StructuredOutputsParams(regex="a")}, None, "grammar"),
+        ({"presence_penalty": 1.0}, None, "presence_penalty"),
+        ({"n": 2}, None, "several answers"),
+        ({}, TransferRequest(salt="other"), "KV that was moved"),
+        ({"seed": 4, "temperature": 0.0}, None, None),
+    ],
+)
+@pytest.mark.fault("A20")
+async def test_what_another_request_could_not_know_is_not_handed_on(
+    params: dict[str, Any], transfer: TransferRequest | None, why: str | None
+) -> None:
+    house, cut = House(1), Cut()
+    outputs = house.ask(params=params, cut=cut, transfer=transfer)
+    reading = asyncio.ensure_future(some(outputs))
+    await asyncio.sleep(0)
+    house.clients[0].says("r", 10)
+    await reading
+    state = read_as(house.clients[0], "as text")
+    if params.get("n"):  # as `ParentRequest` makes of it
+        state.parent_req = SimpleNamespace(get_outputs=lambda *_: ([], False), external_req_id="r")
+    assert cut.end is not None
+    assert cut.end()
+    assert (why or "") in (cut.why or ""), cut.why
+    assert bool(cut.said) == (why is None)
+
+
+@pytest.mark.parametrize(
+    ("said", "hands_on"), [("It ends. \n", False), ("It ends. Us", False), ("It ends", True)]
+)
+@pytest.mark.fault("A20")
+def test_text_that_may_end_within_a_stop_string_is_not_handed_on(said: str, hands_on: bool) -> None:
+    params = SamplingParams(stop=["\nUser:", "User"])
+    request = EngineCoreRequest("r", [1], None, params, None, 0.0, None, None, None)
+    text: Any = SimpleNamespace(detokenizer=SimpleNamespace(output_token_ids=[5], output_text=said))
+    assert (unsure(request, text, None) is None) is hands_on
+
+
+def read_as(client: Client, text: str) -> Any:
+    """Have the only request of an engine read as a text; there is no tokenizer here."""
+    (state,) = client.output_processor.request_states.values()
+    state.detokenizer.output_text = text  # type: ignore[union-attr]
+    return state
 
 
 def third_kept(house: House) -> dict[str, Any]:

@@ -172,6 +172,10 @@ def require_operator(request: Request, act: str) -> None:
         raise OperatorKeyNeeded()
 
 
+LEAVE_WITHIN_S = 1.0
+"""Seconds in which a stream that is handed on tells its client how it goes on."""
+
+
 class Drain:
     """The drain of one gateway, with the requests that run.
 
@@ -185,8 +189,9 @@ class Drain:
     def __init__(self, on_begin: Callable[[], None] = lambda: None) -> None:
         self.begun = False
         self._on_begin = on_begin
-        self._running: set[asyncio.Task[object]] = set()
+        self._running: dict[asyncio.Task[object], Callable[[], bool]] = {}
         self._cut: set[asyncio.Task[object]] = set()
+        self._leaving: set[asyncio.Task[object]] = set()
 
     def begin(self) -> None:
         """Begin to drain."""
@@ -194,26 +199,44 @@ class Drain:
         self._on_begin()
 
     def cut(self) -> int:
-        """End every request that still runs; returns their number."""
-        running = self._running - self._cut
-        self._cut |= running
-        for task in running:
-            task.cancel()
+        """End every request that still runs; returns their number.
+
+        A stream that can be handed on ends by itself, within a moment.
+        """
+        running = self._running.keys() - self._cut - self._leaving
+        leaving = {task for task in running if self._running[task]()}
+        self._leaving |= leaving
+        self._cancel(running - leaving)
+        if leaving:
+            asyncio.get_running_loop().call_later(LEAVE_WITHIN_S, self._cancel, leaving)
         return len(running)
+
+    def _cancel(self, tasks: set[asyncio.Task[object]]) -> None:
+        late = tasks & self._running.keys()
+        self._cut |= late
+        for task in late:
+            task.cancel()
 
     def was_cut(self, task: asyncio.Task[object]) -> bool:
         """Return whether the drain ended the request of this task."""
         return task in self._cut
 
     @contextlib.contextmanager
-    def watching(self, task: asyncio.Task[object]) -> Iterator[None]:
-        """Register the task of a request while it runs."""
-        self._running.add(task)
+    def watching(
+        self, task: asyncio.Task[object], leave: Callable[[], bool] = lambda: False
+    ) -> Iterator[None]:
+        """Register the task of a request while it runs.
+
+        Args:
+            leave: has its stream handed on; returns whether it is.
+        """
+        self._running[task] = leave
         try:
             yield
         finally:
-            self._running.discard(task)
+            del self._running[task]
             self._cut.discard(task)
+            self._leaving.discard(task)
 
 
 # Give every route access to the services of the running gateway.

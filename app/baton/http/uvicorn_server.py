@@ -25,7 +25,7 @@ from baton.config.settings import Settings
 from baton.errors import FleetLost, OperatorError, SettingsError, SettingsRefused, StartError
 from baton.http.middleware.frame import ERROR_WITHIN_S
 from baton.http.protocol import protocol_for
-from baton.http.request import Gateway
+from baton.http.request import LEAVE_WITHIN_S, Gateway
 from baton.telemetry.metrics import GatewayMetrics
 
 STARTUP_FAILURE = 3
@@ -388,7 +388,7 @@ class GatewayServer(_Server):
 
 def _graceful_s(settings: Settings) -> int:
     """Return the seconds after which connections are closed whose requests have not ended."""
-    return settings.drain_timeout_s + ceil(ERROR_WITHIN_S) + 1
+    return settings.drain_timeout_s + ceil(LEAVE_WITHIN_S + ERROR_WITHIN_S) + 1
 
 
 def _has_terminal() -> bool:

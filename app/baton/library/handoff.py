@@ -380,6 +380,7 @@ class Context(NamedTuple):
         positions: where images stand in a context that is stored without its images.
         latent_steps: number of its tokens that stand for latent steps.
         placeholder: token id of a latent step; None: it has none.
+        cut_off: how often drains ended the answer that it ends with; 0: that is whole.
     """
 
     conversation: Conversation | None = None
@@ -387,6 +388,7 @@ class Context(NamedTuple):
     positions: Sequence[ImageRef] = ()
     latent_steps: int = 0
     placeholder: int | None = None
+    cut_off: int = 0
 
 
 class Handoff(Lease):
@@ -412,6 +414,7 @@ class Handoff(Lease):
         cache_key: digest of the `prompt_cache_key` of the request that it was saved for by itself, if any.
         translated_from: id of the handoff of other weights whose text it holds; None: it is no translation.
         exact: its KV is what the engine would compute of its tokens; not so if any was moved to its place.
+        cut_off: how often drains ended the answer that it ends with; 0: that is whole.
     """
 
     model_config = ConfigDict(extra="ignore")
@@ -433,6 +436,7 @@ class Handoff(Lease):
     exact: bool = Field(True, frozen=True)
     translated_from: str | None = Field(None, frozen=True)
     cache_key: str | None = Field(None, frozen=True)
+    cut_off: int = Field(0, frozen=True)
     _on_disk: bool = PrivateAttr(False)
     _announced: bool = PrivateAttr(False)
     _stamp: tuple[int, int, int] | None = PrivateAttr(None)
@@ -455,6 +459,7 @@ class Handoff(Lease):
             positions=list(context.positions),
             latent_steps=context.latent_steps,
             placeholder=context.placeholder,
+            cut_off=context.cut_off,
         )
 
     def set_parents(self, parents: list[str]) -> None:

@@ -15,7 +15,7 @@ from baton.admission.fair_queue import QueueLimits, watched_queue
 from baton.admission.tenants import Admission, Ticket
 from baton.config.groups import AutomaticMode
 from baton.config.settings import Settings
-from baton.engines.backend import Json, Operation, Reply
+from baton.engines.backend import Json, Operation, Reply, StreamReply
 from baton.engines.engine import Engine, LocalEngine
 from baton.engines.fleet import Fleet
 from baton.engines.transfers import TransferRequest
@@ -42,11 +42,12 @@ from baton.relay.plan import Plans
 from baton.relay.prompt.chat import Writer
 from baton.relay.report import explained
 from baton.relay.rosetta import Rosetta
+from baton.relay.run import LeftBehind
 from baton.relay.same_store import SameStore
 from baton.relay.sources import Source, Sources, is_compatible, require_compatible
 from baton.relay.translate import Translations
 from baton.relay.warm import AT_ONCE, MOST_WAITING, Warming, warms_busy
-from baton.telemetry.ids import RequestContext
+from baton.telemetry.ids import Cut, RequestContext
 from baton.telemetry.metrics import GatewayMetrics
 
 TakePlace = Callable[[], Awaitable[Ticket]]
@@ -157,6 +158,7 @@ class Relay:
         sources = await self._sources(engine, context, records, "handoff.from")
         await take_place()
         planned = await self.plans.open(engine, operation, body, context, options, sources, images)
+        context.cut = _cut_of(operation, body)
         return await planned.run(operation, body)
 
     async def _found(
@@ -218,7 +220,11 @@ class Relay:
         The answer says why nothing of the prompt was stored, where that was looked for.
         """
         chooser = self.automatic.request(engine, operation, body, context.tenant)
+        context.cut = _cut_of(operation, body)
         reply = await engine.call(operation, body, context, chooser=chooser)
+        if context.cut is not None and isinstance(reply, StreamReply):
+            left = LeftBehind(self.library, self.plans.metrics, engine, context, body)
+            reply = StreamReply(left.events(reply.events), reply.headers)
         return reply if chooser is None else explained(reply, operation, lambda: chooser.diagnostics(context))
 
     async def create(
@@ -323,6 +329,17 @@ def open_relay(
         modes,
         Warming(library, lambda: fleet.here, handoffs, warms),
     )
+
+
+def _cut_of(operation: Operation, body: Json) -> Cut | None:
+    """Make what ends an answer before it is complete, if its client can have it go on: see `LeftBehind`."""
+    if operation not in (Operation.COMPLETIONS, Operation.CHAT) or body.get("stream") is not True:
+        return None
+    prompt = body.get("prompt")
+    several = isinstance(prompt, list) and not all(type(token) is int for token in prompt)
+    if several or body.get("n") not in (None, 1) or body.get("use_beam_search"):
+        return None
+    return Cut()
 
 
 def _modes(settings: Settings) -> dict[str, AutomaticMode]:

@@ -160,12 +160,12 @@ async def explained_events(
     async with aclosing(events) as rest:  # type: ignore[type-var]  # engines hand out generators
         async for event in rest:
             if any(mark in event for mark in marks) and (found := told()) is not None:
-                yield "".join(_explained(each, marks, found) for each in _apart(event))
+                yield "".join(_explained(each, marks, found) for each in apart(event))
             else:
                 yield event
 
 
-def _apart(several: str) -> list[str]:
+def apart(several: str) -> list[str]:
     """Split events that an engine sent together."""
     return [f"{event}\n\n" for event in several.split("\n\n") if event]
 

@@ -11,18 +11,20 @@ from typing import Any
 from baton.engines.backend import Json, Operation, Reply, StreamReply, WholeReply
 from baton.engines.engine import LocalEngine
 from baton.engines.transfers import TransferReport, TransferRequest
+from baton.errors import ShuttingDown
 from baton.library.handoff import Context, Conversation, Handoff, common_tokens
 from baton.library.library import Library
 from baton.relay.asked import ID_HEADER, WRITTEN_BY_THE_ENGINE
 from baton.relay.audit import Audits
 from baton.relay.cost import Decision
 from baton.relay.join import Part
-from baton.relay.prompt.chat import AFTER_THE_PROMPT, ContextPrompt
+from baton.relay.prompt.chat import AFTER_THE_PROMPT, ContextPrompt, conversation_of, tells_thoughts
 from baton.relay.prompt.resent import answer_fingerprint
 from baton.relay.report import (
     DIAGNOSTICS,
     DONE,
     KV_IS_GONE,
+    apart,
     chunk_of,
     event_of,
     explained_events,
@@ -33,7 +35,7 @@ from baton.relay.report import (
     without_keys,
 )
 from baton.relay.sources import Translated, has_kv_of
-from baton.telemetry.ids import RequestContext
+from baton.telemetry.ids import RESUMED_HEADER, Cut, RequestContext
 from baton.telemetry.metrics import HandoffMetrics
 from baton_kv.contract import MovedPart
 
@@ -127,6 +129,102 @@ class JoinedPart:
         }
 
 
+# Leave behind what a stream has said that a drain ends, so that its client has it go on at another gateway.
+
+
+LEFT_FOR_S = 600
+"""Seconds that such a handoff lives: its client comes again at once, or not at all."""
+LEFT_WITHIN_S = 0.7
+"""Seconds in which its record must be written: the drain does not wait longer."""
+
+
+@dataclass(frozen=True)
+class LeftBehind:
+    """A stream that may be handed on.
+
+    Attributes:
+        body: the request's, with its `handoff` field taken out.
+        cut_off: how often drains have ended its answer before.
+    """
+
+    handoffs: Library
+    metrics: HandoffMetrics
+    engine: LocalEngine
+    context: RequestContext
+    body: Json
+    cut_off: int = 0
+
+    async def events(
+        self, events: AsyncIterator[str], conversation: Conversation | None = None
+    ) -> AsyncIterator[str]:
+        """Pass on the events of a stream.
+
+        Args:
+            conversation: what its prompt was written from; None: its messages, or it is no chat.
+
+        Raises:
+            ShuttingDown: a drain has ended it; the error says how it goes on.
+        """
+        cut = self.context.cut
+        async with aclosing(events) as rest:  # type: ignore[type-var]  # engines hand out generators
+            async for event in rest:
+                if cut is None or not cut.ended:
+                    yield event
+                else:
+                    for each in apart(event):
+                        if each != DONE:
+                            yield _unfinished(each)
+        if cut is not None and cut.ended:
+            raise ShuttingDown(fields={"handoff": await self._leave(cut, conversation)})
+
+    async def _leave(self, cut: Cut, conversation: Conversation | None) -> Json:
+        """Leave the context so far as a handoff; returns what its client is told of it."""
+        counts = self.metrics.streams_handed_on
+        chat = self.body.get("messages") is not None
+        if chat:
+            conversation = conversation or conversation_of(self.body, len(cut.prompt))
+            if conversation is not None and conversation.answer_from == AFTER_THE_PROMPT:
+                conversation = conversation.model_copy(update={"answer_from": len(cut.prompt)})
+        why = cut.why or (self._hindrance(conversation) if chat else None)
+        if why is not None:
+            counts.labels("inexact").inc()
+            return {"id": None, "reason": why}
+        transfer = TransferRequest()
+        transfer.report.saves = False  # of its tokens, KV is computed again
+        record = self.handoffs.begin(self.engine, self.context.tenant, ttl_s=LEFT_FOR_S)
+        found = Context(conversation, exact=True, cut_off=self.cut_off + 1)
+        self.handoffs.end(record, transfer, [*cut.prompt, *cut.said], found)
+        await self.handoffs.settled(record, LEFT_WITHIN_S)
+        if not record.on_disk:
+            counts.labels("not_kept").inc()
+            return {"id": None, "reason": "it could not be written to the store"}
+        counts.labels("left").inc()
+        said = {"said_tokens": len(cut.said), "said_characters": len(cut.text)}
+        return {"id": record.id, "expires_at": int(record.expires_at)} | said
+
+    def _hindrance(self, conversation: Conversation | None) -> str | None:
+        """Return why a chat that was received as messages cannot go on as its tokens do; None: it can."""
+        if conversation is None or conversation.text_only:
+            return "its messages are too large to keep"
+        template = conversation.template | self.body
+        if template.get("tools") and template.get("tool_choice") != "none":
+            return "a call of a tool may have begun"
+        if tells_thoughts(self.engine):
+            return "thoughts are told apart from words"
+        if self.body.get("continue_final_message") or self.body.get("add_generation_prompt") is False:
+            return "its answer began in a message"
+        return None
+
+
+def _unfinished(event: str) -> str:
+    """Take the reason for which an answer ended out of its last chunk: it did not."""
+    chunk, text = chunk_of(event)
+    choices = [each for each in chunk.get("choices") or () if each.get("finish_reason") is not None]
+    for choice in choices:
+        choice["finish_reason"] = None
+    return event_of(chunk) if choices else text
+
+
 @dataclass(frozen=True, eq=False)
 class PlannedRequest:
     """One planned request with a handoff. `Plans` creates it; call `run` or `compute` once.
@@ -169,9 +267,11 @@ class PlannedRequest:
             self.fail()
             raise
         headers = {ID_HEADER: self.target.id} if self.target is not None else {}
+        if self._goes_on and self.source is not None:
+            headers[RESUMED_HEADER] = str(self.source.cut_off)
         if isinstance(reply, StreamReply):
             if operation not in WRITTEN_BY_THE_ENGINE:
-                return StreamReply(self._stream(reply.events), headers)
+                return StreamReply(self._stream(self._leaving(reply.events, body)), headers)
             events = explained_events(reply.events, operation, self.diagnostics)
             return StreamReply(self._follow(events), headers)
         return await self._whole(reply, headers)
@@ -193,6 +293,17 @@ class PlannedRequest:
             self.fail()
             raise
         return await self._finish(ChatAnswer())
+
+    @property
+    def _goes_on(self) -> bool:
+        """True if the request goes on with an answer that a drain ended."""
+        source, tokens = self.source, self.prompt.tokens
+        return source is not None and bool(source.cut_off) and len(tokens or ()) == len(source.tokens)
+
+    def _leaving(self, events: AsyncIterator[str], body: Json) -> AsyncIterator[str]:
+        cut_off = self.source.cut_off if self._goes_on and self.source is not None else 0
+        left = LeftBehind(self.handoffs, self.metrics, self.engine, self.context, body, cut_off)
+        return left.events(events, self.prompt.conversation)
 
     def fail(self) -> None:
         """Mark the handoff to be saved as failed, unless the request has ended already."""
@@ -281,8 +392,8 @@ class PlannedRequest:
         conversation, report = self.prompt.conversation, self.transfer.report
         if conversation is None or conversation.answer_from is None:
             return conversation
-        if AFTER_THE_PROMPT < conversation.answer_from < len(report.prompt_ids) and self.transfer.prompt_only:
-            return conversation  # of joined contexts, the last of which is answered
+        if AFTER_THE_PROMPT < conversation.answer_from < len(report.prompt_ids):
+            return conversation  # the answer began in what was continued, or is of joined contexts' last one
         answered = not self.transfer.prompt_only
         known: Json = {}
         if conversation.answer_from == AFTER_THE_PROMPT:
@@ -371,6 +482,8 @@ class PlannedRequest:
         saved = self.engine.throughput.prefill_s(reused, source.steps_within(reused))
         shown["saved_prefill_ms"] = None if saved is None else round(saved * 1000, 1)
         metrics.consumed.labels(shown["outcome"]).inc()
+        if self._goes_on:
+            metrics.streams_handed_on.labels("went_on").inc()
         self._note_uses(source, shown)
         metrics.tokens_reused.inc(shown["loaded_tokens"])
         metrics.saved_prefill.inc(saved or 0)

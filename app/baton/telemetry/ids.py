@@ -24,6 +24,28 @@ NO_TENANT = ""
 
 
 @dataclass(slots=True)
+class Cut:
+    """The end of a streamed answer where it stands, so that its client has it go on at another gateway.
+
+    Attributes:
+        end: ends the answer, and sets what follows; returns whether it was still generated. None: it cannot
+            be ended. The engine sets it while it generates.
+        ended: whether the answer was ended so.
+        prompt: token ids of the prompt.
+        said: token ids of the answer, as far as its client received it, once the stream is over.
+        text: the text of these.
+        why: why nobody can go on with it exactly; None: one can.
+    """
+
+    end: Callable[[], bool] | None = None
+    ended: bool = False
+    prompt: list[int] = field(default_factory=list)
+    said: list[int] = field(default_factory=list)
+    text: str = ""
+    why: str | None = None
+
+
+@dataclass(slots=True)
 class RequestContext:
     """The ids, the tenant and the token counts of one request.
 
@@ -51,6 +73,7 @@ class RequestContext:
             raises `RateLimited` or `GatewayOverloaded` where these bytes are too many.
         give_way: ends the request, to begin it again later; called when a client's request needs the engine.
             None: a client waits for this one.
+        cut: ends the answer before it is complete. None: it cannot be.
     """
 
     request_id: str
@@ -71,10 +94,12 @@ class RequestContext:
     fits: Callable[[str, str, str], Awaitable[bool]] | None = None
     take_memory: Callable[[int], None] = lambda _size: None
     give_way: Callable[[], None] | None = None
+    cut: Cut | None = None
 
 
 RESUMED_HEADER = "X-Baton-Resumed"
-"""Header of an answer whose engine was lost before it began: how often it went on at another or a new one."""
+"""Header of an answer whose engine was lost before it began, or that goes on with one that a drain ended: how
+often it went on at another engine or gateway, or a new one."""
 CUT_HEADER = "X-Baton-Max-Tokens"
 """Header of an answer whose limit was above what its prompt leaves of the context: the limit that held."""
 

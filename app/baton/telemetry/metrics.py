@@ -677,6 +677,15 @@ class HandoffMetrics:
             "Prefill time that handoffs saved, estimated by each engine's own prefill rate.",
             registry=registry,
         )
+        self.streams_handed_on = Counter(
+            "baton_streams_handed_on_total",
+            "Streams that a drain ended: `left` as a handoff, or `inexact` or `not_kept` and not; and answers "
+            "that went on with one (`went_on`).",
+            ("outcome",),
+            registry=registry,
+        )
+        for outcome in ("left", "inexact", "not_kept", "went_on"):
+            self.streams_handed_on.labels(outcome)
         self.decisions = Counter(
             "baton_handoff_decisions_total",
             "Decisions of the planner to load or recompute a handoff's KV.",

@@ -453,15 +453,19 @@ class Answer:
         return [self._transfer] if self._chosen is None else [self._transfer, self._chosen]
 
     async def _tokens(self) -> AsyncIterator[str]:
-        engine = self._engine
+        engine, cut = self._engine, self._context.cut
         engine.active += 1
         deaths = engine.deaths
+        if cut is not None:
+            cut.end = self._cut
         try:
             async with engine.slots:
                 for number, word in enumerate(self._said, 1):
                     await engine.behaviour.wait(engine.behaviour.token_seconds)
                     if engine.state is EngineState.FAILED or engine.deaths != deaths:
                         raise EngineRestarting()
+                    if cut is not None and cut.ended:
+                        break
                     engine.count()
                     self._context.generated_tokens += 1
                     for each in self._transfers:
@@ -478,6 +482,16 @@ class Answer:
             raise
         finally:
             engine.active -= 1
+            if cut is not None:
+                cut.end = None
+
+    def _cut(self) -> bool:
+        """End the answer where it stands; see `Cut`."""
+        cut, report = self._context.cut, self._transfer.report
+        assert cut is not None
+        cut.prompt, cut.said, cut.ended = report.prompt_ids, list(report.output_ids), True
+        cut.text = "".join(self._said[: len(cut.said)])
+        return True
 
     async def whole(self) -> WholeReply:
         """Answer in one piece."""

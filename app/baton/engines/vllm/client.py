@@ -36,7 +36,7 @@ from baton.errors import (
     InvalidRequest,
     Unprocessable,
 )
-from baton.telemetry.ids import CUT_HEADER, RESUMED_HEADER, UNHELD_HEADER, RequestContext
+from baton.telemetry.ids import CUT_HEADER, RESUMED_HEADER, UNHELD_HEADER, Cut, RequestContext
 from baton_kv.contract import PARAMS_KEY, transfer_params
 
 if TYPE_CHECKING:
@@ -216,6 +216,7 @@ class Call:
         cut: whether one of them was cut, by a limit or by a stop string.
         unclosed: whether the cut was within a call of a tool.
         adapter: the LoRA adapter that the request is computed with; None: none.
+        cut_text: reads what an answer has said that was ended where it stands.
         counted: the prompt tokens and the generated ones that it has added to the context's.
     """
 
@@ -239,6 +240,7 @@ class Call:
     cut: bool = False
     unclosed: bool = False
     adapter: Loaded | None = None
+    cut_text: AnswerText | None = None
     counted: tuple[int, int] = (0, 0)
 
     async def watch(
@@ -278,6 +280,8 @@ class Call:
                         _correct(output, transfer.report)
                         if output.finished and transfer is not self.transfer and self.chooser is not None:
                             self.chooser.ended(transfer)
+                    if output.finished and self.context.cut is not None and self.context.cut.ended:
+                        await self._read_cut(self.context.cut)
                     if output.finished:
                         self.context.cached_tokens += getattr(output, "num_cached_tokens", None) or 0
                     yield output
@@ -288,6 +292,17 @@ class Call:
                 if self.failure.status >= 500 and not self.failure.retryable:
                     log.error("engine_request_failed", exc_info=error)
                 raise
+
+    async def _read_cut(self, cut: Cut) -> None:
+        """Leave out of what was said a character that its last tokens only begin: nobody received it."""
+        if cut.why is not None or self.cut_text is None:
+            return
+        report = TransferReport(prompt_ids=cut.prompt, output_ids=cut.said)
+        said = await self.cut_text.tokens(report, cut.text)
+        if said is None or said != cut.said[: len(said)]:
+            cut.why = "no token ids say what was received"
+        else:
+            cut.said = said
 
     def transfer_of(self, prompt: Any, sampling_params: Any) -> TransferRequest | None:
         """Choose the KV to load and save beside a prompt, and put it into the sampling parameters."""
@@ -388,6 +403,9 @@ class WatchedClient:
         call.deltas = sampling_params.output_kind.name == "DELTA"
         call.constrained = sampling_params.structured_outputs is not None
         call.audited_tokens = self._audited_tokens
+        if call.context.cut is not None:  # special tokens too: the model has seen them
+            tokenizer = self._engine.renderer.tokenizer
+            call.cut_text = AnswerText(tokenizer, frozenset(), sampling_params)
         if call.constrained:
             _note_unheld(call, sampling_params.structured_outputs)
         self._refuse_no_token(call, sampling_params)
@@ -480,6 +498,7 @@ class WatchedClient:
             tag=tag,
             resumed=resumed,
             adapter=call.adapter.adapter if call.adapter is not None else None,
+            cut=call.context.cut,
             **options,
         )
 

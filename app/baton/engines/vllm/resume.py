@@ -19,6 +19,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -33,6 +34,7 @@ from baton.engines.transfers import TransferRequest
 from baton.engines.vllm.core import SAID_KEY
 from baton.engines.vllm.images import hashes_of
 from baton.errors import BatonError
+from baton.telemetry.ids import Cut
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -97,6 +99,7 @@ class Streams:
         self._sent: dict[str, EngineCoreRequest] = {}
         self._unread: dict[RequestOutputCollector, RequestOutput] = {}
         self._crowd = 0
+        self._aborts: set[asyncio.Task[None]] = set()
         core, processor = client.engine_core, client.output_processor
         self._send, self._propagate = core.add_request_async, processor.propagate_error
         core.add_request_async = self._note_and_send
@@ -112,6 +115,7 @@ class Streams:
         tag: str = "",
         resumed: Callable[[], None] = lambda: None,
         adapter: Adapter | None = None,
+        cut: Cut | None = None,
         **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Generate as `AsyncLLM.generate`, and go on elsewhere if the core is lost.
@@ -121,6 +125,7 @@ class Streams:
             tag: id of reports about it.
             resumed: called each time that it goes on.
             adapter: the LoRA adapter that it is computed with; None: none.
+            cut: ends it before it is complete; None: nobody does.
             options: as of `AsyncLLM.generate`.
 
         Raises:
@@ -143,6 +148,8 @@ class Streams:
                     resumed()
             finished = False
             while not finished:
+                if cut is not None:
+                    cut.end = partial(at._cut, queue, cut, transfer)
                 try:
                     output = queue.get_nowait() or await queue.get()
                 except EngineDeadError:
@@ -173,8 +180,36 @@ class Streams:
             raise EngineGenerateError() from error
         finally:
             held.take(None)
+            if cut is not None:
+                cut.end = None
             if queue is not None:
                 at._forget(queue, params.n)
+
+    def _cut(self, queue: RequestOutputCollector, cut: Cut, transfer: TransferRequest | None) -> bool:
+        """End a request where it stands: its last output comes next, with all that it has said."""
+        processor = self.client.output_processor
+        states = [state for state in processor.request_states.values() if state.queue is queue]
+        if not states:
+            return False
+        state, request = states[0], self._sent.get(states[0].request_id)
+        if len(states) > 1 or state.parent_req is not None:
+            cut.why = "it has several answers"
+        elif request is None or (why := unsure(request, state, transfer)) is not None:
+            cut.why = "it was never sent" if request is None else why
+        else:
+            detokenizer: Any = state.detokenizer
+            cut.prompt = list(state.prompt_token_ids or ())
+            cut.said, cut.text = list(detokenizer.output_token_ids), detokenizer.output_text
+        cut.ended = True
+        gone = processor.abort_requests([each.request_id for each in states], internal=True)
+        abort = asyncio.ensure_future(self._abort(gone))
+        self._aborts.add(abort)
+        abort.add_done_callback(self._aborts.discard)
+        return True
+
+    async def _abort(self, requests: list[str]) -> None:
+        with contextlib.suppress(EngineDeadError):  # then there is nothing to abort
+            await self.client.engine_core.abort_requests_async(requests)
 
     async def _next(self, moves: int, held: _Held, *, alone: bool) -> Streams:
         """Find the engine that goes on with a request, and hold its adapter there.
@@ -287,6 +322,32 @@ def hindrance(
         transfer.prompt_only or transfer.moved or transfer.mixture or transfer.latent_steps
     ):
         return "its handoff is of the prompt alone, or of KV that was moved or thought"
+    return None
+
+
+def unsure(request: EngineCoreRequest, state: RequestState, transfer: TransferRequest | None) -> str | None:
+    """Return why another request, with what was said behind its prompt, may not go on exactly; None: it does.
+
+    Of this one nothing is known then but its token ids, and what its client says again.
+    """
+    if (why := hindrance(request, state, transfer)) is not None:
+        return why
+    params = request.sampling_params
+    assert params is not None
+    if request.mm_features:
+        return "its prompt holds images"
+    if transfer is not None and (transfer.salt is not None or transfer.latent_steps):
+        return "it started from KV that was moved or thought"
+    if params.structured_outputs is not None:
+        return "a grammar constrains it"
+    if params.seed is not None and params.temperature > 0:
+        return "with its `seed` the random numbers of the beginning would come again"
+    text: str | None = getattr(state.detokenizer, "output_text", None)
+    if text is None:
+        return "its tokens are not read as text"
+    stops = [params.stop] if isinstance(params.stop, str) else params.stop or ()
+    if any(text.endswith(stop[:length]) for stop in stops for length in range(1, len(stop))):
+        return "its text may end within a stop string"
     return None
 
 

@@ -29,7 +29,7 @@ from baton.errors import (
     did_you_mean,
 )
 from baton.http.error_body import error_event, error_response
-from baton.http.request import Drain, RequestState
+from baton.http.request import Drain, RequestState, state_of
 from baton.telemetry.ids import NO_TENANT, RequestContext, context_from_headers
 from baton.telemetry.logs import AuditLog
 from baton.telemetry.metrics import NOBODY, OTHER, GatewayMetrics
@@ -129,7 +129,7 @@ class DrainMiddleware:
             await self._app(scope, receive, send)
             return
         answer = _Response(send, self._drain)
-        with self._drain.watching(task):
+        with self._drain.watching(task, partial(answer.leave, scope)):
             try:
                 await self._app(scope, receive, answer.send)
             except asyncio.CancelledError:
@@ -158,6 +158,11 @@ class _Response:
         elif message["type"] == "http.response.body":
             self._over = not message.get("more_body", False)
         await self._send(message)
+
+    def leave(self, scope: Scope) -> bool:
+        """End the answer with how it goes on, if it is a stream that has begun; returns whether it does."""
+        cut = state_of(scope).context.cut
+        return self._begun and self._streams and cut is not None and cut.end is not None and cut.end()
 
     async def send_error(self, scope: Scope, receive: Receive) -> None:
         """Send the error, unless the client does not read it in time."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from baton.admission.fair_threads import in_own_thread
 from baton.engines.backend import Json, Operation
 from baton.engines.engine import LocalEngine
-from baton.errors import ImagesMisplaced, InvalidRequest, TemplateUnsupported
+from baton.errors import ImagesMisplaced, InvalidRequest, OperationUnsupported, TemplateUnsupported
 from baton.images.image import ClientImage, PlacedImage
 from baton.library.handoff import Conversation, Handoff
 from baton.relay.asked import WRITTEN_BY_THE_ENGINE
@@ -147,11 +147,11 @@ class Writer:
         *,
         joined: bool = False,
     ) -> None:
-        self._engine = engine
+        self.engine = engine
         self._context = context
         self._text = EngineText(engine, context)
         self.client_images = client_images
-        self._joined = joined
+        self.joined = joined
 
     async def write_chat(self, body: Json, *, answered: bool, begins: bool = True) -> Chat:
         """Write a chat that continues no handoff.
@@ -186,7 +186,7 @@ class Writer:
             raise TemplateUnsupported()
         again = await self._resent(source, past, messages)
         whole = body | past.template | template_of(body)
-        if again.changed and self._joined:
+        if again.changed and self.joined:
             raise InvalidRequest(
                 "messages: they hold a part of the joined conversations, which the contexts hold already: "
                 "send the new messages only.",
@@ -196,13 +196,13 @@ class Writer:
             return await self._write_again(source, body, again, answered=answered)
         new = messages[again.messages :]
         client_images = self.client_images[count_images(messages[: again.messages]) :]
-        writer = Writer(self._engine, self._context, client_images)
+        writer = Writer(self.engine, self._context, client_images)
         try:
             chat = await writer.after(source, past, new, template_of(whole), answered=answered)
         except TemplateUnsupported:
-            if again.messages and not self._joined:
+            if again.messages and not self.joined:
                 return await self._write_again(source, whole, again, answered=answered)
-            if seen or self._joined:  # images would have to be read again in their places
+            if seen or self.joined:  # images would have to be read again in their places
                 raise
             said = await self._last_answer(source, past)
             whole |= {"messages": [*past.messages, *said, *body["messages"]]}
@@ -342,7 +342,7 @@ class Writer:
         return [*tokens[:begin], *await self._text.tokenize(written)]
 
     def _misplaced(self) -> ImagesMisplaced:
-        marks = " or ".join(f"'{text}'" for text in self._engine.images.texts)
+        marks = " or ".join(f"'{text}'" for text in self.engine.images.texts)
         return ImagesMisplaced(
             "prompt: it must have one placeholder for each image of 'images' "
             f"({len(self.client_images)} in this request). The placeholder is "
@@ -357,7 +357,7 @@ class Writer:
         """Return the token ids of the request's own messages with their images in place."""
         if not self.client_images:
             return tokens, []
-        return await self._engine.place(tokens, self.client_images, begins=begins)
+        return await self.engine.place(tokens, self.client_images, begins=begins)
 
     async def _suffix(self, base: str, messages: list[Json], template: Json, answered: bool) -> str:
         """Cut the text that the template adds to `base`, which it must write unchanged before it."""
@@ -451,6 +451,8 @@ async def write_prompt(
         return await _completion(writer, source, seen, body, written=latent or not answered)
     if not answered:
         return _of_chat(await _chat(writer, source, seen, body, answered=False))
+    if source is not None and source.cut_off and body.get("messages") in (None, []):
+        return _gone_on(writer, source, seen, body)
     if source is None and not (prompt_only or latent or writer.client_images):
         return ContextPrompt(
             conversation=conversation_of(body, AFTER_THE_PROMPT)
@@ -459,6 +461,35 @@ async def write_prompt(
     if prompt_only and not latent:  # the placeholders of latent steps must follow the whole prompt
         return await _without_answer(prompt, writer, source, seen, body)
     return prompt
+
+
+def _gone_on(writer: Writer, source: Handoff, seen: list[PlacedImage], body: Json) -> ContextPrompt:
+    """Go on with the answer of a chat that a drain ended.
+
+    Raises:
+        InvalidRequest: it is not of a chat, or several contexts are joined.
+        OperationUnsupported: the model's thoughts are told apart from its words.
+    """
+    past = source.conversation
+    if past is None or past.answer_from is None or past.ended or past.text_only or writer.joined:
+        raise InvalidRequest(
+            "messages: there must be at least one message, as the handoff is no chat's alone: what a drain "
+            "ended goes on by the same route.",
+            param="messages",
+        )
+    if tells_thoughts(writer.engine):
+        raise OperationUnsupported(
+            "messages: an answer of this model cannot go on, as its thoughts are told apart from its words: "
+            "send a message.",
+            param="messages",
+        )
+    body["messages"] = past.messages  # vLLM wants some; the prompt is of token ids
+    return ContextPrompt(list(source.tokens), list(seen), with_text(past))
+
+
+def tells_thoughts(engine: LocalEngine) -> bool:
+    """Whether an engine tells thoughts apart from words, which it could not of an answer in two parts."""
+    return any("reasoning" in (card.get("capabilities") or ()) for card in engine.cards())
 
 
 def _written_by_the_engine(source: Handoff | None) -> ContextPrompt:
