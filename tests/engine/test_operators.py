@@ -21,6 +21,9 @@ SETTINGS = """
 log_format = "json"
 drain_timeout_s = 60
 
+[on_demand]
+budget = "8GiB"
+
 [handoffs]
 store = "file:{folder}/store"
 auto = "off"

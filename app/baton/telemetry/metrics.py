@@ -679,8 +679,8 @@ class HandoffMetrics:
         )
         self.streams_handed_on = Counter(
             "baton_streams_handed_on_total",
-            "Streams that a drain ended: `left` as a handoff, or `inexact` or `not_kept` and not; and answers "
-            "that went on with one (`went_on`).",
+            "Streams that a drain ended: `left` as a handoff, or `inexact` or `not_kept` and not; and "
+            "answers that went on with one (`went_on`).",
             ("outcome",),
             registry=registry,
         )
