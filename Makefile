@@ -21,7 +21,7 @@ TWO_PROCESSES = --numprocesses 2 --dist loadscope --no-loadscope-reorder
 
 INSTALL = $(BIN)/python .ci/install.py
 
-.PHONY: help serve demo demo-vision ui screenshots ray test lint format docs docs-reference bench bench-starts bench-handoff bench-automatic bench-joins bench-scale bench-transfer bench-exactness bench-pooling bench-latent bench-vision bench-batches chaos soak image image-test lock schemas next-vllm dist clean
+.PHONY: help serve demo demo-vision ui screenshots ray test lint format docs docs-reference bench bench-starts bench-handoff bench-automatic bench-court bench-replay bench-joins bench-scale bench-transfer bench-exactness bench-pooling bench-latent bench-vision bench-batches chaos soak image image-test lock schemas next-vllm dist clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -77,6 +77,12 @@ bench-batches: $(VENV)/.dev ## Measure what a batch costs clients, and what line
 
 bench-automatic: $(VENV)/.dev ## Measure what automatic handoffs save, and what they cost others (minutes)
 	$(BIN)/python bench/automatic.py $(ARGS)
+
+bench-court: $(VENV)/.dev ## Count wrong answers after faults in stored KV, beside vLLM's own connectors (four minutes)
+	$(BIN)/python bench/court.py $(ARGS)
+
+bench-replay: $(VENV)/.dev ## Replay sessions of coding agents and count what is prefilled, beside plain vLLM (fifteen minutes)
+	$(BIN)/python bench/replay.py $(ARGS)
 
 bench-joins: $(VENV)/.dev ## Measure what joins of handoffs cost, and what moved KV does to answers (twenty minutes)
 	$(BIN)/python bench/joins.py $(ARGS)
