@@ -457,16 +457,6 @@ def test_settings_that_leave_a_model_no_room_are_refused() -> None:
     require_room({"a": staying, "b": large}, {MACHINE: 300 * MIB})
 
 
-class Available(MemoryReader):
-    """A machine with so many MiB free."""
-
-    def __init__(self, mib: int) -> None:
-        self._free = mib * MIB
-
-    def available(self) -> int:
-        return self._free
-
-
 def engine(name: str, *, always: bool = False, **more: Any) -> EngineSettings:
     return EngineSettings(name=name, model="m", start="always" if always else "on_demand", **more)
 
@@ -474,17 +464,30 @@ def engine(name: str, *, always: bool = False, **more: Any) -> EngineSettings:
 def test_the_budget_is_what_the_machine_has_unless_it_is_set() -> None:
     two = [engine("a", memory=600 * MIB, pin=True), engine("b", always=True)]
     settings = load_settings(engines=two, admission={"memory_reserve": 100 * MIB, "engine_waiting": 7})
-    found = on_demand_of(settings, {}, lambda _: 300 * MIB, Available(1000))
+    found = on_demand_of(settings, {}, lambda _: 300 * MIB, 1000 * MIB)
     assert found is not None
     assert ("a" in found, "b" in found) == (True, False)
     with pytest.raises(
         SettingsError, match="needs 600 MiB of memory, and engines that always run leave 599 MiB"
     ):
-        on_demand_of(settings, {}, lambda _: 301 * MIB, Available(1000))
+        on_demand_of(settings, {}, lambda _: 301 * MIB, 1000 * MIB)
     given = settings.model_copy(update={"on_demand": OnDemandSettings(budget=800 * MIB)})
     with pytest.raises(SettingsError, match="leave 500 MiB"):
-        on_demand_of(given, {}, lambda _: 300 * MIB, Available(10**6))
+        on_demand_of(given, {}, lambda _: 300 * MIB, 10**6 * MIB)
     assert on_demand_of(load_settings(engines=[engine("b", always=True)]), {}, lambda _: 0) is None
+
+
+def test_a_reload_counts_what_is_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory free at the start is the budget: what engines have taken of it since is theirs."""
+    build_fleet = pytest.importorskip("baton.engines.vllm.build_fleet")
+    free = iter([1000 * MIB, 300 * MIB])
+    monkeypatch.setattr(MemoryReader, "available", lambda _: next(free))
+    monkeypatch.setattr(on_demand, "is_cpu_build", lambda: True)
+    monkeypatch.setattr(build_fleet, "is_cpu_build", lambda: True)
+    builder = build_fleet.EngineBuilder(build_fleet.Starts(None), tenants=False, last_words=lambda: None)
+    settings = load_settings(engines=[engine("a", memory=600 * MIB)], admission={"memory_reserve": 100 * MIB})
+    for _ in range(2):
+        assert "a" in builder.on_demand(settings)
 
 
 def test_a_gpu_whose_memory_nobody_knows_has_no_engine_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,6 @@ from baton.engines.backend import EngineState
 from baton.engines.hardware import NoGpu, read_gpus
 from baton.engines.vllm_version import is_cpu_build
 from baton.errors import BatonError, EngineOverloaded, EngineUnavailable, SettingsError
-from baton.telemetry.memory import MemoryReader
 from baton.telemetry.metrics import OnDemandMetrics
 
 MACHINE = "memory"
@@ -647,14 +646,14 @@ def on_demand_of(
     settings: Settings,
     shares: Mapping[str, float],
     bytes_of: Callable[[EngineSettings], int],
-    memory: MemoryReader | None = None,
+    available: int | None = None,
 ) -> OnDemand | None:
     """Make the budget that the engines share; None: none is loaded on demand.
 
     Args:
         shares: those of their GPUs' memory that engines may take, by their names.
         bytes_of: estimates what an engine takes on a CPU.
-        memory: reads what is available; None: from Linux.
+        available: bytes of memory that were available before any of them ran; None: it is not known.
 
     Raises:
         SettingsError: an engine on demand could never be loaded beside those that always run, or the
@@ -665,7 +664,6 @@ def on_demand_of(
         return None
     given, waits = settings.on_demand.budget, settings.admission
     if is_cpu_build():
-        available = (memory or MemoryReader()).available()
         found = None if available is None else max(0, available - int(waits.memory_reserve))
         most = given or found
         budget = {} if most is None else {MACHINE: int(most)}
