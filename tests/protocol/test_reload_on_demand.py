@@ -81,6 +81,27 @@ def test_who_waits_for_a_model_that_is_replaced_gets_the_new_one(file: File) -> 
         assert gateway.engine("a").weights == "quick"
 
 
+def test_a_model_that_comes_back_before_it_has_gone_waits_for_its_end(file: File) -> None:
+    """That is no start that failed: who asks meanwhile waits."""
+    file.write(coming("a", "slow") + coming("b"))
+    with running(file, on_demand=ROOM) as gateway:
+        answered: list[int] = []
+        asking = [threading.Thread(target=lambda: answered.append(ask(gateway, "a"))) for _ in range(2)]
+        asking[0].start()
+        wait_for(lambda: states(gateway)["a"] == "ready" and gateway.engine("a").active, "it is not asked")
+        file.write(coming("b"))
+        assert changes(reload(gateway)) == {"engines.a": "removed"}
+        file.write(coming("a", "quick") + coming("b"))
+        assert changes(reload(gateway)) == {"engines.a": "added"}
+        assert states(gateway)["a"] == "unloading"
+        asking[1].start()
+        wait_for(lambda: metric(gateway, 'baton_engine_load_waiting{engine="a"}') == 1, "nobody waits")
+        file.held.release()
+        for each in asking:
+            each.join()
+        assert answered == [200, 200]
+
+
 def test_a_model_that_could_never_be_loaded_changes_nothing(file: File) -> None:
     with running(file, on_demand=ROOM) as gateway:
         file.write(coming("a", memory=900) + coming("b"))
