@@ -504,6 +504,21 @@ async def test_what_a_removed_engine_takes_is_free_once_it_has_ended() -> None:
     assert models.all.row("a")["memory_needed_bytes"] is None
 
 
+async def test_who_waits_for_a_model_that_runs_always_from_now_on_gets_it() -> None:
+    models = Models("a", "b")
+    asked = models.asked("a")
+    await asyncio.sleep(0)
+    models.step()
+    always = Terms(need={MACHINE: 100 * MIB}, on_demand=False)
+    models.all.change(other(models, {"a": always, "b": models.terms["b"]}), models.served)
+    models.step()
+    models.goes("a", EngineState.READY)
+    await asyncio.sleep(0)
+    assert asked.done()
+    (await asked)()
+    (await models.loaded("b"))()
+
+
 async def test_an_engine_that_comes_back_is_another_one() -> None:
     models = Models("a", "b")
     use = await models.loaded("a")

@@ -601,8 +601,8 @@ class OnDemand:
         state = resident.seen
         if state is EngineState.READY:
             self._measure(resident)
-        if before is state or not resident.terms.on_demand:
-            return
+        if before is state or not (resident.terms.on_demand or resident.waiting):
+            return  # one that always runs may be waited for since it was on demand
         if state is EngineState.READY:
             self._has_come(resident, loaded=before is EngineState.STARTING)
         elif before is EngineState.STARTING and state is EngineState.UNLOADED:
