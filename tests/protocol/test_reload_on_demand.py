@@ -66,6 +66,19 @@ def test_a_model_that_is_down_is_not_started_by_other_settings_of_it(file: File)
         assert gateway.engine("a").weights == "another"
 
 
+def test_a_model_that_was_stopped_while_it_was_down_stays_stopped(file: File) -> None:
+    with running(file, on_demand=ROOM) as gateway:
+        with gateway.client() as client:
+            client.post("/v1/engines/a/stop")
+        until(gateway, a="stopped", b="unloaded")
+        former = gateway.engine("a")
+        file.write(coming("a", "another") + coming("b"))
+        assert changes(reload(gateway)) == {"engines.a": "changed"}
+        wait_for(lambda: gateway.engine("a") is not former, "it is not replaced")
+        until(gateway, a="stopped", b="unloaded")
+        assert (ask(gateway, "a"), gateway.engine("a").starts) == (503, 0)
+
+
 def test_who_waits_for_a_model_that_is_replaced_gets_the_new_one(file: File) -> None:
     file.write(coming("a", "held") + coming("b"))
     with running(file, on_demand=ROOM) as gateway:

@@ -324,6 +324,7 @@ class Supervisor:
 
     def stopped(self) -> None:
         """Leave an engine without a process down until an operator starts it."""
+        self._act = Act.STOP
         self._now(EngineState.STOPPED)
 
     def unload(self, drain_s: float, busy: Callable[[], bool]) -> None:
