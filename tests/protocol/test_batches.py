@@ -640,6 +640,21 @@ def test_lines_that_an_engine_refuses_for_now_are_asked_again(
         assert {row["response"]["status_code"] for row in answered(client, done).values()} == {200}
 
 
+def test_a_model_that_refuses_for_now_holds_up_no_line_of_another(tmp_path: Path) -> None:
+    with run_fake(FakeEngine("a"), FakeEngine("b"), batches={"folder": tmp_path, "lines": 2}) as gateway:
+        with gateway.client() as direct:
+            direct.post("/v1/engines/a/stop")
+            wait_for(lambda: direct.get("/v1/engines").json()["data"][0]["state"] == "stopped")
+        client = sdk(gateway.url)
+        batch = begin(client, b"".join(line(f"{m}{n}", chat("x", model=m)) for m in "ab" for n in range(5)))
+        wait_for(lambda: counts(client, client.batches.retrieve(batch.id)) == (10, 5, 0))
+        waits = client.batches.retrieve(batch.id)
+        assert waits.status == "in_progress"
+        assert errors(waits) == [("engine_unavailable", None, None)]
+        client.batches.cancel(batch.id)
+        assert counts(client, until(client, batch)) == (10, 5, 0)
+
+
 @pytest.mark.fault("H13")
 def test_a_line_that_costs_the_engine_again_and_again_fails_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -234,6 +234,17 @@ class Answer:
         return 200 <= self.status < 300
 
 
+def refusal_in(answer: Answer) -> Json:
+    """Return code and message of an answer that refuses a line for now."""
+    try:
+        said = json.loads(answer.body)
+    except (ValueError, RecursionError):
+        said = None
+    error = said.get("error") if isinstance(said, dict) else None
+    message = error.get("message") if isinstance(error, dict) else None
+    return {"code": answer.code, "message": message or "The engine takes no lines now."}
+
+
 def written_answer(batch: Batch, line: Line, answer: Answer) -> tuple[str, Usage]:
     """Write an answer as a line of the output; return it with its tokens."""
     body = json.loads(answer.body)
