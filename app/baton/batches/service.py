@@ -20,7 +20,7 @@ import structlog
 
 from baton.admission.fair_queue import QueueLimits, watched_queue
 from baton.admission.fair_threads import OURS, FairThreads, in_own_thread
-from baton.batches.lines import Answer, Input, Reader, body_of, refusal_in, written_answer
+from baton.batches.lines import Answer, Input, Reader, body_of, refusal_in, unreadable, written_answer
 from baton.batches.store import DATABASE, ENDED, Batch, BatchStore, Line
 from baton.config.groups import BatchSettings
 from baton.engines.backend import Json
@@ -458,7 +458,12 @@ class Batches:
     ) -> None:
         try:
             answer = await self._asked(batch, line, running, ask, slots)
-            text, usage = await self._threads.run(OURS, written_answer, batch, line, answer, patient=True)
+            try:
+                text, usage = await self._threads.run(OURS, written_answer, batch, line, answer, patient=True)
+            except (ValueError, RecursionError) as error:  # the engine's JSON is none, or too deep
+                log.error("line_answer_unreadable", batch=batch.id, line=line.number, reason=str(error)[:200])
+                answer = unreadable(answer)
+                text, usage = written_answer(batch, line, answer)
             while True:  # it is kept here until there is room, for it was computed
                 try:
                     await self._run(lambda store: store.record(batch, line, text, usage, good=answer.good))
