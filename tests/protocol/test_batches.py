@@ -8,6 +8,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from support.small_devices import fill, mounted
 from support.table_tests import each
 
 from baton.admission.api_keys import create_key, digest, read_keys, revoke_key
-from baton.batches.lines import Reader
+from baton.batches.lines import Reader, written_answer
 from baton.batches.store import BatchStore, Usage, Wanted
 from baton.config.groups import BatchSettings, LimitSettings
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
@@ -638,6 +639,56 @@ def test_lines_that_an_engine_refuses_for_now_are_asked_again(
         engine.behaviour.call_error = None
         done = until(client, batch)
         assert {row["response"]["status_code"] for row in answered(client, done).values()} == {200}
+
+
+def test_a_model_that_refuses_for_now_holds_up_no_line_of_another(tmp_path: Path) -> None:
+    with run_fake(FakeEngine("a"), FakeEngine("b"), batches={"folder": tmp_path, "lines": 2}) as gateway:
+        with gateway.client() as direct:
+            direct.post("/v1/engines/a/stop")
+            wait_for(lambda: direct.get("/v1/engines").json()["data"][0]["state"] == "stopped")
+        client = sdk(gateway.url)
+        batch = begin(client, b"".join(line(f"{m}{n}", chat("x", model=m)) for m in "ab" for n in range(5)))
+        wait_for(lambda: counts(client, client.batches.retrieve(batch.id)) == (10, 5, 0))
+        waits = client.batches.retrieve(batch.id)
+        assert waits.status == "in_progress"
+        assert errors(waits) == [("engine_unavailable", None, None)]
+        client.batches.cancel(batch.id)
+        assert counts(client, until(client, batch)) == (10, 5, 0)
+
+
+@pytest.mark.parametrize("wrong", [b'{"broken', b"\xff", b"[" * 100_000])
+def test_an_answer_that_is_no_json_fails_its_line_alone(tmp_path: Path, wrong: bytes) -> None:
+    class Broken(FakeEngine):
+        async def call(self, operation: Any, body: Any, *rest: Any, **more: Any) -> Any:
+            reply = await super().call(operation, body, *rest, **more)
+            return replace(reply, body=wrong) if "n1 " in str(body) else reply
+
+    with run_fake(Broken("a"), batches={"folder": tmp_path}) as gateway:
+        client = sdk(gateway.url)
+        done = until(client, begin(client, chats(3)))
+        assert (done.status, counts(client, done)) == ("completed", (3, 2, 1))
+        (failed,) = rows(client, done.error_file_id)
+        assert failed["custom_id"] == "c1"
+        assert failed["response"]["body"]["error"]["code"] == "generation_failed"
+
+
+def test_a_batch_that_fails_in_the_middle_names_every_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def written(batch: Any, line: Any, answer: Any) -> Any:
+        if line.number == 2:
+            raise LookupError
+        return written_answer(batch, line, answer)
+
+    monkeypatch.setattr("baton.batches.service.written_answer", written)
+    with run_fake(FakeEngine("a"), batches={"folder": tmp_path, "lines": 1}) as gateway:
+        client = sdk(gateway.url)
+        done = until(client, begin(client, chats(4)))
+        assert done.status == "failed"
+        ids = {row["custom_id"] for row in rows(client, done.error_file_id)}
+        answers = {row["custom_id"] for row in rows(client, done.output_file_id)}
+        assert ids | answers == {"c0", "c1", "c2", "c3"}
+        assert {row["error"]["code"] for row in rows(client, done.error_file_id)} == {"batch_failed"}
 
 
 @pytest.mark.fault("H13")

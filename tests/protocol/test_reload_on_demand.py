@@ -66,6 +66,19 @@ def test_a_model_that_is_down_is_not_started_by_other_settings_of_it(file: File)
         assert gateway.engine("a").weights == "another"
 
 
+def test_a_model_that_was_stopped_while_it_was_down_stays_stopped(file: File) -> None:
+    with running(file, on_demand=ROOM) as gateway:
+        with gateway.client() as client:
+            client.post("/v1/engines/a/stop")
+        until(gateway, a="stopped", b="unloaded")
+        former = gateway.engine("a")
+        file.write(coming("a", "another") + coming("b"))
+        assert changes(reload(gateway)) == {"engines.a": "changed"}
+        wait_for(lambda: gateway.engine("a") is not former, "it is not replaced")
+        until(gateway, a="stopped", b="unloaded")
+        assert (ask(gateway, "a"), gateway.engine("a").starts) == (503, 0)
+
+
 def test_who_waits_for_a_model_that_is_replaced_gets_the_new_one(file: File) -> None:
     file.write(coming("a", "held") + coming("b"))
     with running(file, on_demand=ROOM) as gateway:
@@ -79,6 +92,27 @@ def test_who_waits_for_a_model_that_is_replaced_gets_the_new_one(file: File) -> 
         asking.join()
         assert answered == [200]
         assert gateway.engine("a").weights == "quick"
+
+
+def test_a_model_that_comes_back_before_it_has_gone_waits_for_its_end(file: File) -> None:
+    """That is no start that failed: who asks meanwhile waits."""
+    file.write(coming("a", "slow") + coming("b"))
+    with running(file, on_demand=ROOM) as gateway:
+        answered: list[int] = []
+        asking = [threading.Thread(target=lambda: answered.append(ask(gateway, "a"))) for _ in range(2)]
+        asking[0].start()
+        wait_for(lambda: states(gateway)["a"] == "ready" and gateway.engine("a").active, "it is not asked")
+        file.write(coming("b"))
+        assert changes(reload(gateway)) == {"engines.a": "removed"}
+        file.write(coming("a", "quick") + coming("b"))
+        assert changes(reload(gateway)) == {"engines.a": "added"}
+        assert states(gateway)["a"] == "unloading"
+        asking[1].start()
+        wait_for(lambda: metric(gateway, 'baton_engine_load_waiting{engine="a"}') == 1, "nobody waits")
+        file.held.release()
+        for each in asking:
+            each.join()
+        assert answered == [200, 200]
 
 
 def test_a_model_that_could_never_be_loaded_changes_nothing(file: File) -> None:

@@ -188,6 +188,22 @@ def test_a_handoff_that_is_still_computed_when_it_is_answered_counts_in_the_end(
     assert (row["requests"], row["prompt_tokens"]) == (1, 3)
 
 
+def test_what_a_join_computes_after_its_answer_counts_too(tmp_path: Path) -> None:
+    engine, held = FakeEngine("a", supports_handoffs=True), Held()
+    settings = {"handoffs": {"wait_s": 0.0, "store": f"file:{tmp_path / 'store'}"}}
+    with counting(tmp_path, engine, **settings) as gateway, gateway.client() as client:
+        parts = [client.post("/v1/handoffs", json={"model": "a", "prompt": text}).json() for text in "xy"]
+        ids = [part["id"] for part in parts]
+        for each in ids:
+            path = f"/v1/handoffs/{each}"
+            wait_for(lambda path=path: client.get(path).json()["state"] == "ready", "it is not ready")
+        wait_for(lambda: shown(client)["data"][0]["prompt_tokens"] == 2, "they were not counted")
+        engine.behaviour = FakeBehaviour(token_seconds=1, wait=held)
+        assert client.post("/v1/handoffs", json={"model": "a", "from": ids}).status_code == 202
+        held.release()
+        wait_for(lambda: shown(client)["data"][0]["prompt_tokens"] > 2, "it was not counted")
+
+
 def test_a_follow_up_is_counted_as_its_own_models(tmp_path: Path) -> None:
     class Describing(Current):
         def describe(self, output: dict[str, Any]) -> tuple[str, None]:

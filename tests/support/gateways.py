@@ -126,7 +126,7 @@ def run_fake(
     settings = load_settings(**({"port": 0, "engines": served, "metrics": {"port": 0}} | nothing | overrides))
 
     def budget(settings: Settings) -> OnDemand | None:
-        return on_demand_of(settings, {}, lambda _: 0)
+        return on_demand_of(settings, {}, lambda _: 0, 2**40)
 
     fleet = Fleet(engines, build=build, on_demand=budget(settings), budget=budget, settings=settings.engines)
     ready = threading.Event()

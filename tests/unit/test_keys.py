@@ -326,7 +326,9 @@ def test_a_rotated_key_keeps_its_id_and_all_that_it_may(tmp_path: Path) -> None:
         exclude={"sha256", "created_at"}
     )
     assert (tenant_of(keyring, former), tenant_of(keyring, other)) == ("acme", "b")
+    assert keyring.named(was.id) == stored
     now[0] = 1060
+    assert keyring.named(was.id) == stored, "work under its id ends with the former secret"
     assert (tenant_of(keyring, former), tenant_of(keyring, new)) == (None, "acme")
     _, later = rotate_key(file, was.id, keep_s=10**6, wall=lambda: now[0])
     assert {key.expires_at for key in read_keys(file) if key.id == was.id} == {5000}

@@ -66,6 +66,12 @@ class Served:
         return EngineUnavailable(f"it is {self.state}", retry_after_s=30)
 
 
+def other(models: Models, terms: dict[str, Terms]) -> OnDemand:
+    """Make what a reload by these terms makes."""
+    budget = {MACHINE: 250 * MIB}
+    return OnDemand(OnDemandSettings(), SupervisionSettings(), terms, budget, clock=models.time)
+
+
 class Models:
     """Models of 100 MiB each unless said otherwise, in room for two and a half."""
 
@@ -457,16 +463,6 @@ def test_settings_that_leave_a_model_no_room_are_refused() -> None:
     require_room({"a": staying, "b": large}, {MACHINE: 300 * MIB})
 
 
-class Available(MemoryReader):
-    """A machine with so many MiB free."""
-
-    def __init__(self, mib: int) -> None:
-        self._free = mib * MIB
-
-    def available(self) -> int:
-        return self._free
-
-
 def engine(name: str, *, always: bool = False, **more: Any) -> EngineSettings:
     return EngineSettings(name=name, model="m", start="always" if always else "on_demand", **more)
 
@@ -474,17 +470,84 @@ def engine(name: str, *, always: bool = False, **more: Any) -> EngineSettings:
 def test_the_budget_is_what_the_machine_has_unless_it_is_set() -> None:
     two = [engine("a", memory=600 * MIB, pin=True), engine("b", always=True)]
     settings = load_settings(engines=two, admission={"memory_reserve": 100 * MIB, "engine_waiting": 7})
-    found = on_demand_of(settings, {}, lambda _: 300 * MIB, Available(1000))
+    found = on_demand_of(settings, {}, lambda _: 300 * MIB, 1000 * MIB)
     assert found is not None
-    assert ("a" in found, "b" in found) == (True, False)
+    assert found.names == {"a"}
     with pytest.raises(
         SettingsError, match="needs 600 MiB of memory, and engines that always run leave 599 MiB"
     ):
-        on_demand_of(settings, {}, lambda _: 301 * MIB, Available(1000))
+        on_demand_of(settings, {}, lambda _: 301 * MIB, 1000 * MIB)
     given = settings.model_copy(update={"on_demand": OnDemandSettings(budget=800 * MIB)})
     with pytest.raises(SettingsError, match="leave 500 MiB"):
-        on_demand_of(given, {}, lambda _: 300 * MIB, Available(10**6))
+        on_demand_of(given, {}, lambda _: 300 * MIB, 10**6 * MIB)
     assert on_demand_of(load_settings(engines=[engine("b", always=True)]), {}, lambda _: 0) is None
+
+
+async def test_what_a_removed_engine_takes_is_free_once_it_has_ended() -> None:
+    models = Models("a", "b", "c")
+    (await models.loaded("b"))()
+    await models.loaded("a")  # and not given back
+    waits = models.asked("c")
+    await asyncio.sleep(0)
+    models.step()
+    models.all.change(other(models, {"b": models.terms["b"], "c": models.terms["c"]}), models.served)
+    models.step()
+    assert (models["c"].loads, models["b"].unloads, models["a"].unloads) == (0, 0, 0)
+    models.goes("a", EngineState.STOPPING)
+    models.time.now += 1000
+    models.step()
+    assert (models["c"].loads, models["b"].unloads) == (0, 0), "b need not leave for what comes free"
+    models.goes("a", EngineState.STOPPED)
+    assert models["c"].loads == 1
+    models.goes("c", EngineState.READY)
+    (await waits)()
+    assert models.all.row("a")["memory_needed_bytes"] is None
+
+
+async def test_who_waits_for_a_model_that_runs_always_from_now_on_gets_it() -> None:
+    models = Models("a", "b")
+    asked = models.asked("a")
+    await asyncio.sleep(0)
+    models.step()
+    always = Terms(need={MACHINE: 100 * MIB}, on_demand=False)
+    models.all.change(other(models, {"a": always, "b": models.terms["b"]}), models.served)
+    models.step()
+    models.goes("a", EngineState.READY)
+    await asyncio.sleep(0)
+    assert asked.done()
+    (await asked)()
+    (await models.loaded("b"))()
+
+
+async def test_an_engine_that_comes_back_is_another_one() -> None:
+    models = Models("a", "b")
+    use = await models.loaded("a")
+    kept = {"b": models.terms["b"]}
+    models.all.change(other(models, kept), models.served)
+    former = models["a"]
+    models.served["a"] = Served()
+    models.all.change(other(models, models.terms), models.served)
+    former.state = EngineState.STOPPED
+    use()
+    asked = models.asked("a")
+    await asyncio.sleep(0)
+    models.step()
+    assert models["a"].loads == 1
+    models.goes("a", EngineState.READY)
+    (await asked)()
+
+
+def test_a_reload_counts_what_is_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory free at the start is the budget: what engines have taken of it since is theirs."""
+    build_fleet = pytest.importorskip("baton.engines.vllm.build_fleet")
+    free = iter([1000 * MIB, 300 * MIB])
+    monkeypatch.setattr(MemoryReader, "available", lambda _: next(free))
+    monkeypatch.setattr(on_demand, "is_cpu_build", lambda: True)
+    monkeypatch.setattr(build_fleet, "is_cpu_build", lambda: True)
+    builder = build_fleet.EngineBuilder(build_fleet.Starts(None), tenants=False, last_words=lambda: None)
+    settings = load_settings(engines=[engine("a", memory=600 * MIB)], admission={"memory_reserve": 100 * MIB})
+    for _ in range(2):
+        assert builder.on_demand(settings).names == {"a"}
 
 
 def test_a_gpu_whose_memory_nobody_knows_has_no_engine_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,8 +115,12 @@ class Keyring:
         return self._unless_expired(self._keys.get(digest(key[:MAX_KEY_CHARS])))
 
     def named(self, key_id: str) -> StoredKey | None:
-        """Find the entry of a key by its id, for work that goes on without its owner; None as for `find`."""
-        return self._unless_expired(next((each for each in self._keys.values() if each.id == key_id), None))
+        """Find the entry of a key by its id, for work that goes on without its owner; None as for `find`.
+
+        Of a rotated key and its former secret, which have one id, it is the rotated one.
+        """
+        found = [each for each in self._keys.values() if each.id == key_id and self._unless_expired(each)]
+        return found[-1] if found else None
 
     def _unless_expired(self, found: StoredKey | None) -> StoredKey | None:
         return found if found is None or self._wall() < (found.expires_at or math.inf) else None

@@ -15,7 +15,7 @@ from typing import BinaryIO
 from baton.batches.store import Batch, Line, Usage, answer_id
 from baton.config.groups import LimitSettings
 from baton.engines.backend import Json
-from baton.errors import BatonError
+from baton.errors import BatonError, GenerationFailed
 
 MOST_ERRORS = 100
 """Errors of one file that are told; more would tell nobody more."""
@@ -232,6 +232,24 @@ class Answer:
     def good(self) -> bool:
         """True if it belongs into the output file, not the error file."""
         return 200 <= self.status < 300
+
+
+def unreadable(answer: Answer) -> Answer:
+    """Make the answer of a line whose own cannot be read."""
+    error = GenerationFailed("The engine's answer is no JSON that can be read.")
+    body = json.dumps(error.body(answer.request_id)).encode()
+    return Answer(error.status, body, answer.request_id, error.code)
+
+
+def refusal_in(answer: Answer) -> Json:
+    """Return code and message of an answer that refuses a line for now."""
+    try:
+        said = json.loads(answer.body)
+    except (ValueError, RecursionError):
+        said = None
+    error = said.get("error") if isinstance(said, dict) else None
+    message = error.get("message") if isinstance(error, dict) else None
+    return {"code": answer.code, "message": message or "The engine takes no lines now."}
 
 
 def written_answer(batch: Batch, line: Line, answer: Answer) -> tuple[str, Usage]:

@@ -20,7 +20,7 @@ import structlog
 
 from baton.admission.fair_queue import QueueLimits, watched_queue
 from baton.admission.fair_threads import OURS, FairThreads, in_own_thread
-from baton.batches.lines import Answer, Input, Reader, body_of, written_answer
+from baton.batches.lines import Answer, Input, Reader, body_of, refusal_in, unreadable, written_answer
 from baton.batches.store import DATABASE, ENDED, Batch, BatchStore, Line
 from baton.config.groups import BatchSettings
 from baton.engines.backend import Json
@@ -47,6 +47,8 @@ FULL_RETRY_S = 5.0
 """Seconds until what could not be stored is tried again, unless a file is deleted before."""
 LONGEST_PAUSE_S = 60.0
 """Longest wait before a line is asked again that an engine refused."""
+MOST_PUT_OFF = 1024
+"""Lines of a batch that wait to be asked again while others are; more keep their slots, and others wait."""
 LOST_TRIES = 3
 """Times that a line is asked again under which its engine was lost: it may be why."""
 LOST = frozenset({EngineRestarting.code, RemoteLost.code})
@@ -82,10 +84,21 @@ class Running:
     Attributes:
         cancelled: set when a client cancels it.
         waits: why it waits, for the client; None: it does not.
+        put_off: lines that an engine refused for now, and that are to be asked again.
+        refusal: why the last of them was refused.
     """
 
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     waits: BatonError | None = None
+    put_off: int = 0
+    refusal: Json | None = None
+
+    @property
+    def told(self) -> Json | None:
+        """What a client is told of why it waits, or some of its lines do."""
+        if self.waits is not None:
+            return {"code": self.waits.code, "message": self.waits.message}
+        return self.refusal if self.put_off else None
 
 
 def batch_threads(metrics: QueueMetrics, wait_s: float) -> FairThreads:
@@ -262,10 +275,9 @@ class Batches:
 
     def _told(self, shown: Json) -> Json:
         running = self._running.get(shown["id"])
-        if running is None or running.waits is None or shown["status"] in ENDED:
+        if running is None or (told := running.told) is None or shown["status"] in ENDED:
             return shown
-        waits = {"code": running.waits.code, "message": running.waits.message, "param": None, "line": None}
-        return shown | {"errors": {"object": "list", "data": [waits]}}
+        return shown | {"errors": {"object": "list", "data": [told | {"param": None, "line": None}]}}
 
     # Running batches
 
@@ -445,8 +457,13 @@ class Batches:
         self, batch: Batch, line: Line, running: Running, ask: Ask, slots: asyncio.Semaphore
     ) -> None:
         try:
-            answer = await self._asked(batch, line, ask)
-            text, usage = await self._threads.run(OURS, written_answer, batch, line, answer, patient=True)
+            answer = await self._asked(batch, line, running, ask, slots)
+            try:
+                text, usage = await self._threads.run(OURS, written_answer, batch, line, answer, patient=True)
+            except (ValueError, RecursionError) as error:  # the engine's JSON is none, or too deep
+                log.error("line_answer_unreadable", batch=batch.id, line=line.number, reason=str(error)[:200])
+                answer = unreadable(answer)
+                text, usage = written_answer(batch, line, answer)
             while True:  # it is kept here until there is room, for it was computed
                 try:
                     await self._run(lambda store: store.record(batch, line, text, usage, good=answer.good))
@@ -462,22 +479,41 @@ class Batches:
         finally:
             slots.release()
 
-    async def _asked(self, batch: Batch, line: Line, ask: Ask) -> Answer:
+    async def _asked(
+        self, batch: Batch, line: Line, running: Running, ask: Ask, slots: asyncio.Semaphore
+    ) -> Answer:
         """Ask a line until it has an answer: whether it is refused for now, or gives way."""
-        body = await self._run(lambda store: body_of(store.read(batch, line)))
-        asked = Asked(batch.tenant, batch.key_id, batch.shown["endpoint"], body)
         refused = lost = 0
         while True:
-            answer = await ask(asked)
-            if answer is None:
+            body = await self._run(lambda store: body_of(store.read(batch, line)))
+            asked = Asked(batch.tenant, batch.key_id, batch.shown["endpoint"], body)
+            while (answer := await ask(asked)) is None:
                 self._metrics.lines.labels("gave_way").inc()
-                continue
             lost += answer.code in LOST
             if answer.again_s is None or lost > LOST_TRIES:
                 return answer
             self._metrics.lines.labels("put_off").inc()
-            await asyncio.sleep(min(LONGEST_PAUSE_S, answer.again_s * 2**refused))
+            running.refusal = refusal_in(answer)
+            pause_s = min(LONGEST_PAUSE_S, answer.again_s * 2**refused)
+            del body, asked, answer  # many lines may wait
+            await self._put_off(pause_s, running, slots)
             refused = min(refused + 1, 6)
+
+    async def _put_off(self, seconds: float, running: Running, slots: asyncio.Semaphore) -> None:
+        """Wait before a line is asked again; its slot is another line's meanwhile, perhaps of another model.
+
+        Where this is cancelled the whole batch is, and nobody uses its slots any more.
+        """
+        lends = running.put_off < MOST_PUT_OFF
+        running.put_off += 1
+        try:
+            if lends:
+                slots.release()
+            await asyncio.sleep(seconds)
+            if lends:
+                await slots.acquire()
+        finally:
+            running.put_off -= 1
 
     async def _until_room(self) -> None:
         """Wait for a while, or until a file is deleted."""

@@ -72,6 +72,7 @@ NOT_RUN = {
         "This request could not be executed before the completion window expired.",
     ),
     "cancelled": ("batch_cancelled", "The batch was cancelled before this request was executed."),
+    "failed": ("batch_failed", "The batch failed before this request was executed."),
 }
 """What is said of lines that were not run, by how their batch ended."""
 

@@ -304,9 +304,14 @@ class Supervisor:
         Args:
             start_s: seconds that a start may take from now on. It is down again where one fails.
         """
-        self.given_up = False
+        self.given_up, self.note = False, None
         self.start_within(start_s)
         self._now(EngineState.UNLOADED)
+
+    def follow(self) -> None:
+        """Leave an engine on demand down until the former one of its name has ended, as if it unloaded."""
+        self.note = "One of its name was removed, and ends its requests first."
+        self._now(EngineState.UNLOADING)
 
     def start_within(self, seconds: float | None) -> None:
         """Limit the time that a start may take from now on; None: however long."""
@@ -319,6 +324,7 @@ class Supervisor:
 
     def stopped(self) -> None:
         """Leave an engine without a process down until an operator starts it."""
+        self._act = Act.STOP
         self._now(EngineState.STOPPED)
 
     def unload(self, drain_s: float, busy: Callable[[], bool]) -> None:
@@ -682,6 +688,8 @@ class Fleet:
     def _launch(self, name: str, supervisor: Supervisor) -> None:
         """Start an engine that was added, after those of its name that have not ended yet."""
         if former := self._leaving_as(name):
+            if name in self.on_demand.names:
+                supervisor.follow()
             former[0].add_done_callback(lambda _: self._launch(name, supervisor))
         elif self._supervisors.get(name) is supervisor and not self._ends:  # it was not removed meanwhile
             if name in self.on_demand.names:

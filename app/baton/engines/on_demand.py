@@ -34,7 +34,6 @@ from baton.engines.backend import EngineState
 from baton.engines.hardware import NoGpu, read_gpus
 from baton.engines.vllm_version import is_cpu_build
 from baton.errors import BatonError, EngineOverloaded, EngineUnavailable, SettingsError
-from baton.telemetry.memory import MemoryReader
 from baton.telemetry.metrics import OnDemandMetrics
 
 MACHINE = "memory"
@@ -130,6 +129,7 @@ class Resident:
         leaves_for: the model that it makes room for; None: it makes none.
         failures: when starts failed lately.
         retry_at: when the next start may begin.
+        removed: it is no engine of the settings any more, and takes its memory until it has ended.
     """
 
     name: str
@@ -149,6 +149,7 @@ class Resident:
     failures: deque[float] = field(default_factory=deque)
     retry_at: float = 0.0
     measured_at: float = -math.inf
+    removed: bool = False
 
     @property
     def state(self) -> EngineState:
@@ -157,7 +158,13 @@ class Resident:
     @property
     def holds(self) -> bool:
         """True if it takes its memory; one that always runs also while it is down."""
-        return not self.terms.on_demand or self.state not in NO_PROCESS
+        always = not self.terms.on_demand and not self.removed
+        return always or self.state not in NO_PROCESS
+
+    @property
+    def leaves(self) -> bool:
+        """True if its memory will be free once its requests have ended."""
+        return self.removed or self.state is EngineState.UNLOADING
 
     @property
     def busy(self) -> bool:
@@ -167,7 +174,7 @@ class Resident:
     def may_leave(self) -> bool:
         """True if room may be made by unloading it; one that was lost has no requests, and must come back."""
         can = self.state in (EngineState.READY, EngineState.RESTARTING)
-        return self.terms.on_demand and not self.terms.pin and can
+        return self.terms.on_demand and not self.terms.pin and not self.removed and can
 
 
 class OnDemand:
@@ -220,13 +227,18 @@ class OnDemand:
         """
         self._take_terms(*((other._terms, other._budget) if other is not None else ({}, {})))
         for name in [name for name in self._residents if not self.names or name not in self._terms]:
-            gone = self._residents.pop(name)
-            self._turns.pop(name, None)
+            gone = self._residents[name]
+            gone.removed = True
             self._fail(gone, None)
             self._metrics.forget(name)
+            if not self.names:
+                del self._residents[name]
         self._take(served)
+        self._turns = OrderedDict((name, None) for name in self._turns if name in self.names)
         for resident in self._residents.values():
-            if resident.waiting:  # whose engine may have been replaced as it came
+            if (
+                resident.waiting and resident.name in self.names
+            ):  # its engine may have been replaced as it came
                 self._turns.setdefault(resident.name)
         self._wake.set()
 
@@ -235,7 +247,8 @@ class OnDemand:
         if not self.names:
             return
         for name, terms in self._terms.items():
-            if (known := self._residents.get(name)) is not None:
+            known = self._residents.get(name)
+            if known is not None and known.served is served[name]:
                 known.terms, known.source, known.need = terms, terms.source, dict(terms.need)
                 known.measured_at = -math.inf
             else:
@@ -428,6 +441,7 @@ class OnDemand:
         """Explain why an engine cannot be loaded whoever else leaves; None: it can."""
         leaving = [each for each in self._residents.values() if each.terms.on_demand and not each.terms.pin]
         leaving += [each for each in self._residents.values() if each.terms.pin and not each.holds]
+        leaving += [each for each in self._residents.values() if each.removed]
         for place, need in resident.need.items():
             left = self._free(place, leaving)
             if need > left:
@@ -444,7 +458,7 @@ class OnDemand:
 
     def _leaving(self, resident: Resident) -> tuple[list[Resident], float]:
         """Choose the engines that make room for another; and when to look again where none may leave yet."""
-        leaving = [each for each in self._residents.values() if each.state is EngineState.UNLOADING]
+        leaving = [each for each in self._residents.values() if each.leaves]
         if not self._missing(resident, leaving):
             return [], math.inf
         could = [each for each in self._residents.values() if each.may_leave and each is not resident]
@@ -495,6 +509,9 @@ class OnDemand:
         now = self._clock()
         for resident in self._residents.values():
             self._note(resident)
+        self._residents = {
+            name: each for name, each in self._residents.items() if not each.removed or each.holds
+        }
         due = [*self._unload_idle(now), *self._make_fit(), *self._serve_turns(now)]
         first = min(due, default=math.inf)
         return None if first == math.inf else max(0.0, first - self._clock())
@@ -503,7 +520,8 @@ class OnDemand:
         """Unload engines that were idle long enough; yields when to look at the others."""
         for each in self._residents.values():
             idle_s = each.terms.idle_s
-            if idle_s is None or each.state is not EngineState.READY or each.users or each.waiting:
+            ready = each.state is EngineState.READY and not each.removed
+            if idle_s is None or not ready or each.users or each.waiting:
                 continue
             if each.used_at + idle_s > now:
                 yield each.used_at + idle_s
@@ -515,7 +533,7 @@ class OnDemand:
     def _make_fit(self) -> Iterable[float]:
         """Unload idle engines where those that run take more than the budget; yields when to look again."""
         for place in self._budget:
-            leaving = [each for each in self._residents.values() if each.state is EngineState.UNLOADING]
+            leaving = [each for each in self._residents.values() if each.leaves]
             idle = [each for each in self._residents.values() if each.may_leave and not each.busy]
             for each in sorted(idle, key=lambda one: one.used_at):
                 if self._free(place, leaving) >= 0:
@@ -577,12 +595,14 @@ class OnDemand:
 
     def _note(self, resident: Resident) -> None:
         """Follow a change of an engine's state."""
+        if resident.removed:
+            return
         before, resident.seen = resident.seen, resident.state
         state = resident.seen
         if state is EngineState.READY:
             self._measure(resident)
-        if before is state or not resident.terms.on_demand:
-            return
+        if before is state or not (resident.terms.on_demand or resident.waiting):
+            return  # one that always runs may be waited for since it was on demand
         if state is EngineState.READY:
             self._has_come(resident, loaded=before is EngineState.STARTING)
         elif before is EngineState.STARTING and state is EngineState.UNLOADED:
@@ -647,14 +667,14 @@ def on_demand_of(
     settings: Settings,
     shares: Mapping[str, float],
     bytes_of: Callable[[EngineSettings], int],
-    memory: MemoryReader | None = None,
+    available: int | None = None,
 ) -> OnDemand | None:
     """Make the budget that the engines share; None: none is loaded on demand.
 
     Args:
         shares: those of their GPUs' memory that engines may take, by their names.
         bytes_of: estimates what an engine takes on a CPU.
-        memory: reads what is available; None: from Linux.
+        available: bytes of memory that were available before any of them ran; None: it is not known.
 
     Raises:
         SettingsError: an engine on demand could never be loaded beside those that always run, or the
@@ -665,7 +685,6 @@ def on_demand_of(
         return None
     given, waits = settings.on_demand.budget, settings.admission
     if is_cpu_build():
-        available = (memory or MemoryReader()).available()
         found = None if available is None else max(0, available - int(waits.memory_reserve))
         most = given or found
         budget = {} if most is None else {MACHINE: int(most)}

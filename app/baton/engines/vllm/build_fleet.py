@@ -91,6 +91,7 @@ class EngineBuilder:
         self._last_words = last_words
         self._shares: dict[str, float] = {}
         self._models: dict[str, str] = {}
+        self._available = MemoryReader().available()  # before engines run: what they take is of the budget
 
     def build(
         self, settings: Settings, chosen: Sequence[EngineSettings], models: Mapping[str, str]
@@ -139,7 +140,9 @@ class EngineBuilder:
             SettingsError: one could never be loaded beside those that always run.
         """
         shares = {} if is_cpu_build() else gpu_shares(settings.own_engines)
-        return on_demand_of(settings, shares, lambda each: _bytes_of(each, self._models[each.name]))
+        return on_demand_of(
+            settings, shares, lambda each: _bytes_of(each, self._models[each.name]), self._available
+        )
 
 
 def _settle(supervisors: Sequence[Supervisor]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -89,7 +90,12 @@ async def _create(
     images: Sequence[ClientImage],
 ) -> Response:
     context, place = context_of(request), partial(take_place, request, engine)
-    keep = state_of(request.scope).ticket.lend
+    state = state_of(request.scope)
+
+    def keep(work: asyncio.Task[Json]) -> None:
+        state.ticket.lend(work)
+        work.add_done_callback(lambda _: state.count(gateway.usage))  # also what it computes after the answer
+
     target, shown = await gateway.relay.create(engine, body, context, options, images, place, keep)
     ready = target.state is HandoffState.READY
     headers = {"Location": location_of(gateway, target.id), ID_HEADER: target.id}
