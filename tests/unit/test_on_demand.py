@@ -519,6 +519,22 @@ async def test_who_waits_for_a_model_that_runs_always_from_now_on_gets_it() -> N
     (await models.loaded("b"))()
 
 
+async def test_a_reload_says_how_many_may_wait() -> None:
+    models = Models("a", a={"waiting": 1})
+    asked = [models.asked("a") for _ in range(2)]
+    await asyncio.sleep(0)
+    assert [each.done() for each in asked] == [False, True]
+    assert isinstance(asked[1].exception(), EngineOverloaded)
+    terms = {"a": Terms(need={MACHINE: 100 * MIB}, waiting=3)}
+    models.all.change(other(models, terms), models.served)
+    asked += [models.asked("a") for _ in range(3)]
+    await asyncio.sleep(0)
+    assert [each.done() for each in asked] == [False, True, False, False, True]
+    for each in asked:
+        each.cancel()
+    await asyncio.gather(*asked, return_exceptions=True)
+
+
 async def test_an_engine_that_comes_back_is_another_one() -> None:
     models = Models("a", "b")
     use = await models.loaded("a")

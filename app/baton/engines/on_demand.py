@@ -251,6 +251,7 @@ class OnDemand:
             if known is not None and known.served is served[name]:
                 known.terms, known.source, known.need = terms, terms.source, dict(terms.need)
                 known.measured_at = -math.inf
+                known.queue.limit(QueueLimits(terms.waiting, waiting=0))
             else:
                 queue = FairQueue(QueueLimits(terms.waiting, waiting=0), _too_many)
                 self._residents[name] = Resident(
