@@ -162,6 +162,10 @@ async def operate(
     if len(choices) > 1 and (maker := await _maker(request, gateway, body)) is not None:
         choices = gateway.fleet.choices(asked, pools=operation.pools, load=load, maker=maker)
     choices = allowed(request, asked, choices)
+    holds = state_of(request.scope).ticket.holds
+    choices.sort(
+        key=lambda each: not holds(each[0].engine.name)
+    )  # one that was loaded for it need not move on
     work = _tried(request, gateway, choices, operation, body, finish, media=media)
     if body.get("stream") is True and gateway.fleet.comes(choices):
         work = _kept_alive(gateway, work)
@@ -213,6 +217,7 @@ async def _tried(
         except ClientError:
             if lost is None:
                 raise
+            headers.pop(FALLBACK_HEADER, None)
             break  # the fallback's own reason would mislead: the client asked another model
         else:
             if lost is not None and FALLBACK_HEADER in headers:
