@@ -90,7 +90,8 @@ async def engage(request: Request, model: object, *, pools: bool = False, falls_
         if lost is not None and not (falls_back or gateway.fleet.in_group(model, choice[0])):
             break
         try:
-            engine = await gateway.fleet.engage(choice, state.context.tenant, state.ticket)
+            context = state.context
+            engine = await gateway.fleet.engage(choice, context.tenant, state.ticket, context.give_way)
         except (EngineUnavailable, EngineOverloaded) as error:
             lost = lost or error
             continue
@@ -205,7 +206,8 @@ async def _tried(
         if lost is not None and not gateway.fleet.in_group(asked, supervisor):
             left["model"], headers[FALLBACK_HEADER] = word, supervisor.engine.name
         try:
-            engine = await gateway.fleet.engage(choice, state.context.tenant, state.ticket)
+            context = state.context
+            engine = await gateway.fleet.engage(choice, context.tenant, state.ticket, context.give_way)
             begin_usage(request, engine)
             held = media or bool(engine.images.texts)  # whose placeholders no text may hold
             response = await _respond(request, gateway, engine, operation, left, finish, media=held)
