@@ -50,6 +50,7 @@ class Reloads:
         *,
         bodies: BodyBudget,
         uploads: BodyBudget,
+        lines: BodyBudget,
         memory: MemoryWatch,
         available: int | None,
     ) -> None:
@@ -57,7 +58,7 @@ class Reloads:
         self._began = gateway.settings
         self._keyring = keyring
         self._reread = reread
-        self._bodies, self._uploads = bodies, uploads
+        self._bodies, self._uploads, self._lines = bodies, uploads, lines
         self._memory = memory
         self._available = available
         self._turn = asyncio.Lock()
@@ -160,9 +161,11 @@ class Reloads:
         before, gateway.settings = gateway.settings, wanted
         if wanted.limits != before.limits:
             gateway.compiler.limit(wanted.limits)
+            gateway.batches.limit(wanted.limits)
             one = self._keyring is None
             rooms = BodyRooms.of(wanted, available=self._available, one_tenant=one)
             self._bodies.room, self._uploads.room = rooms.memory, rooms.disk
+            self._lines.room = rooms.lines
         if wanted.admission != before.admission:
             gateway.admission.change(wanted.admission)
             self._memory.reserve = int(wanted.admission.memory_reserve)

@@ -149,7 +149,7 @@ def create_app(
     available = reader.available()
     rooms = BodyRooms.of(settings, available=available, one_tenant=keyring is None)
     gateway = _build_gateway(settings, fleet, keyring)
-    held = fleet.metrics.bodies.labels("lines")
+    lines = BodyBudget(rooms.lines, fleet.metrics.bodies.labels("lines"), short=lambda: memory.short)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -158,9 +158,7 @@ def create_app(
             _services(gateway, memory, metrics_listener),
             _running(app, fleet, report),
             gateway.relay.running(),
-            gateway.batches.running(
-                LineAsker(app, gateway, keyring, BodyBudget(rooms.lines, held, short=lambda: memory.short))
-            ),
+            gateway.batches.running(LineAsker(app, gateway, keyring, lines)),
         ):
             yield
 
@@ -190,7 +188,14 @@ def create_app(
     _add_middleware(app, gateway, keyring, memory, (bodies, uploads, of_batches), files)
     if reread is not None:
         gateway.reload = Reloads(
-            gateway, keyring, reread, bodies=bodies, uploads=uploads, memory=memory, available=available
+            gateway,
+            keyring,
+            reread,
+            bodies=bodies,
+            uploads=uploads,
+            lines=lines,
+            memory=memory,
+            available=available,
         )
     return app
 
@@ -204,11 +209,10 @@ def _build_gateway(settings: Settings, fleet: Fleet, keyring: Keyring | None) ->
         settings.admission, fleet.names, metrics.admission, batches=settings.batches, share=share
     )
     bodies = body_threads(metrics.queues, settings.admission.wait_s)
-    limits = settings.limits
     batches = Batches(
         settings.batches,
         settings.batches_folder,
-        Reader(lambda line: parse_object(line, limits), limits, settings.batches.file_lines),
+        Reader(parse_object, settings.limits, settings.batches.file_lines),
         batch_threads(metrics.queues, settings.admission.wait_s),
         metrics.batches,
         fleet.events,

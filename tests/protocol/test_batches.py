@@ -27,7 +27,8 @@ from support.table_tests import each
 from baton.admission.api_keys import create_key, digest, read_keys, revoke_key
 from baton.batches.lines import Reader, written_answer
 from baton.batches.store import BatchStore, Usage, Wanted
-from baton.config.groups import BatchSettings, LimitSettings
+from baton.config.groups import BatchSettings, EngineSettings, LimitSettings
+from baton.config.settings import Settings, load_settings
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
 from baton.errors import EngineOverloaded, EngineRestarting, GenerationFailed, InvalidRequest
 from baton.http.routes.batches import LINES
@@ -237,6 +238,21 @@ def test_a_line_longer_than_a_body_may_be_ends_the_reading(tmp_path: Path) -> No
             client, client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
         )
         assert errors(batch) == [("line_too_long", 2, None)]
+
+
+def test_a_reload_says_how_long_a_line_may_be(tmp_path: Path) -> None:
+    def read() -> Settings:
+        return load_settings(limits={"body_bytes": 65536}, engines=[EngineSettings(name="a", model="fake")])
+
+    few = {"body_bytes": 2048}
+    with run_fake(FakeEngine("a"), batches={"folder": tmp_path}, limits=few, reread=read) as gateway:
+        client = sdk(gateway.url)
+        content = line("long", chat("m " * 5000))
+        assert errors(until(client, begin(client, content))) == [("line_too_long", 1, None)]
+        with gateway.client() as direct:
+            assert direct.post("/v1/settings/reload").status_code == 200
+        done = until(client, begin(client, content))
+        assert (done.status, counts(client, done)) == ("completed", (1, 1, 0))
 
 
 WRONG_BATCHES: dict[str, dict[str, Any]] = {
@@ -545,7 +561,7 @@ def test_a_batch_whose_window_is_over_writes_what_it_has_and_names_the_rest(tmp_
     file = earlier.add_file(upload, "local", "batch", "in.jsonl", 86400)
     upload.remove()
     name = earlier.add_batch(Wanted(file["id"], CHAT, "1h", 3600, 86400, None), "local", "")["id"]
-    found = Reader(json.loads, LimitSettings(), 9).read(io.BytesIO(chats(5)), CHAT)
+    found = Reader(lambda text, _: json.loads(text), LimitSettings(), 9).read(io.BytesIO(chats(5)), CHAT)
     earlier.begin(earlier.batch(name), found.lines, "a")
     earlier.record(earlier.batch(name), found.lines[0], '{"custom_id": "c0"}', Usage(), good=True)
     earlier.close()

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -94,6 +95,19 @@ async def test_the_tools_are_what_this_gateway_can_do(
     with run_fake(FakeEngine("b")) as plain:
         async with client(plain, mode=mode) as tools:
             assert [tool.name for tool in (await tools.list_tools()).tools] == ["ask"]
+
+
+async def test_the_models_that_are_named_are_those_that_the_key_may_use(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    some, every = create_key(file, "acme", models=("a",)), create_key(file, "globex")
+    engines = FakeEngine("a", aliases=("nick",)), FakeEngine("secret")
+    with run_fake(*engines, auth={"keys_file": file}) as gateway:
+        async with client(gateway, some) as tools:
+            told = tools.instructions
+        async with client(gateway, every) as tools:
+            told_all = tools.instructions
+    assert told == "Models served here: a, nick."
+    assert told_all == "Models served here: a, nick, secret."
 
 
 @pytest.mark.parametrize("mode", MODES)

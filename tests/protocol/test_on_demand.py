@@ -497,6 +497,7 @@ def test_a_handoff_that_no_fallback_can_continue_is_refused_for_now_not_for_good
         until_state(gateway, "a", "stopped")
         refused = post(gateway, TEXT | {"handoff": {"from": left}})
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_unavailable")
+        assert "x-baton-fallback" not in refused.headers
         assert second.bodies == []
         assert post(gateway, TEXT).headers["x-baton-fallback"] == "b"
 

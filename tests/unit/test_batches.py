@@ -51,7 +51,7 @@ class Clock:
 
 
 def read(content: bytes, most: int = 1000) -> Input:
-    return Reader(lambda text: parse_object(text, LIMITS), LIMITS, most).read(io.BytesIO(content), CHAT)
+    return Reader(parse_object, LIMITS, most).read(io.BytesIO(content), CHAT)
 
 
 # What an input file holds
@@ -378,7 +378,7 @@ def test_all_tenants_together_have_so_many_bytes(tmp_path: Path, clock: Clock) -
 
 def service(where: Path, **fields: object) -> Batches:
     metrics = GatewayMetrics()
-    reader = Reader(lambda text: parse_object(text, LIMITS), LIMITS, 9)
+    reader = Reader(parse_object, LIMITS, 9)
     return Batches(
         BatchSettings(**fields),
         where,

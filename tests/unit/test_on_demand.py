@@ -90,8 +90,8 @@ class Models:
     def __getitem__(self, name: str) -> Served:
         return self.served[name]
 
-    def asked(self, name: str) -> asyncio.Task[Release]:
-        return asyncio.create_task(self.all.use(name, "local"))
+    def asked(self, name: str, give_way: Callable[[], None] | None = None) -> asyncio.Task[Release]:
+        return asyncio.create_task(self.all.use(name, "local", give_way))
 
     def step(self, seconds: float = 0.0) -> float | None:
         self.time.now += seconds
@@ -517,6 +517,54 @@ async def test_who_waits_for_a_model_that_runs_always_from_now_on_gets_it() -> N
     assert asked.done()
     (await asked)()
     (await models.loaded("b"))()
+
+
+async def test_a_line_has_no_busy_engine_leave_and_gives_way_to_a_client() -> None:
+    models = Models("a", "b", "c", settings={"min_loaded_s": 0})
+    first, second = await models.loaded("a"), await models.loaded("b")
+    ended: list[str] = []
+    line = models.asked("c", lambda: ended.append("c"))
+    await asyncio.sleep(0)
+    models.step(1000)
+    assert models.running == {"a", "b"}, "their clients are not ended for a line"
+    first()
+    models.step()
+    assert models["a"].state is EngineState.UNLOADING, "an idle one leaves"
+    models.goes("a", EngineState.UNLOADED)
+    models.goes("c", EngineState.READY)
+    release = await line
+    client = models.asked("a")
+    await asyncio.sleep(0)
+    models.step(1)
+    assert (models["c"].state, ended) == (EngineState.UNLOADING, ["c"]), "the line's, though used last"
+    again = models.asked("c", lambda: ended.append("again"))
+    release()
+    models.goes("c", EngineState.UNLOADED)
+    models.goes("a", EngineState.READY)
+    (await client)()
+    assert models.running == {"a", "b"}
+    models.step()
+    assert models["a"].state is EngineState.UNLOADING
+    models.goes("a", EngineState.UNLOADED)
+    models.goes("c", EngineState.READY)
+    (await again)()
+    second()
+
+
+async def test_a_reload_says_how_many_may_wait() -> None:
+    models = Models("a", a={"waiting": 1})
+    asked = [models.asked("a") for _ in range(2)]
+    await asyncio.sleep(0)
+    assert [each.done() for each in asked] == [False, True]
+    assert isinstance(asked[1].exception(), EngineOverloaded)
+    terms = {"a": Terms(need={MACHINE: 100 * MIB}, waiting=3)}
+    models.all.change(other(models, terms), models.served)
+    asked += [models.asked("a") for _ in range(3)]
+    await asyncio.sleep(0)
+    assert [each.done() for each in asked] == [False, True, False, False, True]
+    for each in asked:
+        each.cancel()
+    await asyncio.gather(*asked, return_exceptions=True)
 
 
 async def test_an_engine_that_comes_back_is_another_one() -> None:

@@ -67,13 +67,18 @@ class Reader:
     """Reads input files.
 
     Args:
-        parse: parses a line, as a request's body is parsed.
+        parse: parses a line within limits, as a request's body is parsed.
         most: lines that a file may have.
+
+    Attributes:
+        limits: of a line; they may change.
     """
 
-    def __init__(self, parse: Callable[[bytes], Json], limits: LimitSettings, most: int) -> None:
+    def __init__(
+        self, parse: Callable[[bytes, LimitSettings], Json], limits: LimitSettings, most: int
+    ) -> None:
         self._parse = parse
-        self._longest = int(limits.body_bytes)
+        self.limits = limits
         self._most = most
 
     def read(self, file: BinaryIO, endpoint: str) -> Input:
@@ -113,13 +118,14 @@ class Reader:
     def _lines(self, file: BinaryIO, found: Input) -> Iterator[tuple[int, int, bytes]]:
         """Yield the lines that are not blank, each with its number and where it begins."""
         number = start = 0
-        while line := file.readline(self._longest + 1):
+        longest = int(self.limits.body_bytes)
+        while line := file.readline(longest + 1):
             number += 1
-            if len(line) > self._longest:
+            if len(line) > longest:
                 found.refuse(
                     number,
                     "line_too_long",
-                    f"The line has more than {self._longest} bytes (setting limits.body_bytes).",
+                    f"The line has more than {longest} bytes (setting limits.body_bytes).",
                 )
                 return  # the rest of the line may be the rest of the file
             if line.strip():
@@ -129,7 +135,7 @@ class Reader:
     def _request(self, number: int, line: bytes, endpoint: str, found: Input) -> tuple[str, Json] | None:
         """Return the id and the body of a line; None: it is wrong, which is noted."""
         try:
-            said = self._parse(line)
+            said = self._parse(line, self.limits)
         except BatonError as error:
             message = error.message.replace("The request body", "The line")
             found.refuse(number, "invalid_json_line", message)

@@ -22,7 +22,7 @@ from baton.admission.fair_queue import QueueLimits, watched_queue
 from baton.admission.fair_threads import OURS, FairThreads, in_own_thread
 from baton.batches.lines import Answer, Input, Reader, body_of, refusal_in, unreadable, written_answer
 from baton.batches.store import DATABASE, ENDED, Batch, BatchStore, Line
-from baton.config.groups import BatchSettings
+from baton.config.groups import BatchSettings, LimitSettings
 from baton.engines.backend import Json
 from baton.errors import (
     BatchNotFound,
@@ -191,6 +191,10 @@ class Batches:
         self._threads.close()
         if self._store is not None:
             self._store.close()
+
+    def limit(self, limits: LimitSettings) -> None:
+        """Hold the lines of input files to these limits from now on."""
+        self._reader.limits = limits
 
     def drain(self) -> None:
         """Begin no more lines; those under way go on until the gateway ends."""

@@ -929,8 +929,13 @@ class Fleet:
             for other in self._fallbacks.get(member, ()):
                 yield from self._ways(other, rank)
 
-    async def engage(self, choice: Choice, tenant: str, ticket: Ticket) -> Engine:
+    async def engage(
+        self, choice: Choice, tenant: str, ticket: Ticket, give_way: Callable[[], None] | None = None
+    ) -> Engine:
         """Return an engine that is ready; one on demand is loaded, and stays until the ticket is given back.
+
+        Args:
+            give_way: ends the request where clients need the room; None: it is a client's.
 
         Raises:
             EngineUnavailable: the engine is not ready, or cannot be loaded in time.
@@ -939,7 +944,7 @@ class Fleet:
         supervisor, word = choice
         name = supervisor.engine.name
         if name in self.on_demand.names and not ticket.holds(name):
-            ticket.hold(name, await self.on_demand.use(name, tenant))
+            ticket.hold(name, await self.on_demand.use(name, tenant, give_way))
         elif supervisor.engine.state is not EngineState.READY or (
             supervisor.state is not EngineState.READY and not ticket.holds(name)
         ):

@@ -8,6 +8,8 @@ The rules:
   requests too: they take no more, and those that run may end, within `drain_s`.
 - None leaves within `min_loaded_s` of becoming ready, so that models that do not fit together take turns no
   faster. So a model waits, for each one before it, at most that long, `drain_s` and a start.
+- Requests that give way to clients, which are lines of batches, have idle engines leave and no others, and
+  are ended where theirs leaves.
 - Engines that always run and pinned ones never leave.
 - What an engine is measured to take counts where it is more than was said; then others leave, or itself.
 """
@@ -49,6 +51,8 @@ MEASURE_EVERY_S = 5.0
 """Seconds between two looks at the memory of an engine that runs."""
 Release = Callable[[], None]
 """Ends the use of an engine by a request; a second call does nothing."""
+GiveWay = Callable[[], None]
+"""Ends a request that nobody waits for, which begins again later."""
 Source = Literal["set", "estimated", "measured"]
 log = structlog.get_logger("baton.on_demand")
 
@@ -121,7 +125,8 @@ class Resident:
     Attributes:
         need: bytes that it takes, by place; once measured, at least what was measured.
         users: requests that use it.
-        waiting: requests that wait for it to be loaded.
+        waiting: requests that wait for it to be loaded, each with whether it gives way to clients.
+        giving_way: what ends the uses of those that give way.
         wanted: somebody was told to come back, or is an operator: it is loaded though nobody waits.
         used_at: when a request last began or ended to use it.
         ready_at: when it last became ready.
@@ -139,7 +144,8 @@ class Resident:
     need: dict[str, int]
     source: Source
     users: int = 0
-    waiting: OrderedDict[asyncio.Future[None], None] = field(default_factory=OrderedDict)
+    waiting: OrderedDict[asyncio.Future[None], bool] = field(default_factory=OrderedDict)
+    giving_way: dict[Release, GiveWay] = field(default_factory=dict)
     wanted: bool = False
     used_at: float = 0.0
     ready_at: float = 0.0
@@ -154,6 +160,11 @@ class Resident:
     @property
     def state(self) -> EngineState:
         return self.served.state
+
+    @property
+    def yields(self) -> bool:
+        """True if all who wait for it give way to clients, so that no client's engine leaves for it."""
+        return not self.wanted and bool(self.waiting) and all(self.waiting.values())
 
     @property
     def holds(self) -> bool:
@@ -251,6 +262,7 @@ class OnDemand:
             if known is not None and known.served is served[name]:
                 known.terms, known.source, known.need = terms, terms.source, dict(terms.need)
                 known.measured_at = -math.inf
+                known.queue.limit(QueueLimits(terms.waiting, waiting=0))
             else:
                 queue = FairQueue(QueueLimits(terms.waiting, waiting=0), _too_many)
                 self._residents[name] = Resident(
@@ -275,8 +287,11 @@ class OnDemand:
 
     # What requests and operators ask.
 
-    async def use(self, name: str, tenant: str) -> Release:
+    async def use(self, name: str, tenant: str, give_way: GiveWay | None = None) -> Release:
         """Have an engine loaded, wait until it is ready, and keep it from being unloaded.
+
+        Args:
+            give_way: ends the request where clients need the room; None: it is a client's.
 
         Raises:
             EngineUnavailable: it cannot be loaded, or not in time; with the seconds after which to try again.
@@ -284,15 +299,15 @@ class OnDemand:
         """
         resident = self._residents[name]
         if resident.state is EngineState.READY:
-            return self._used(resident)
-        if (error := self._hindrance(resident)) is not None:
+            return self._used(resident, give_way=give_way)
+        if (error := self._hindrance(resident, wants=give_way is None)) is not None:
             raise error
         began = self._clock()
         async with resident.queue.place(tenant):
             self._turns.setdefault(name)
-            await self._ready(resident)
+            await self._ready(resident, yields=give_way is not None)
         self._metrics.wait.labels(name).observe(self._clock() - began)
-        return self._used(resident, counted=True)
+        return self._used(resident, counted=True, give_way=give_way)
 
     def want(self, name: str) -> None:
         """Load an engine though no request waits for it, as an operator asked."""
@@ -332,7 +347,7 @@ class OnDemand:
             "memory_from": resident.source,
         }
 
-    def _used(self, resident: Resident, *, counted: bool = False) -> Release:
+    def _used(self, resident: Resident, *, counted: bool = False, give_way: GiveWay | None = None) -> Release:
         """Count a request that uses an engine; those that waited were counted as it became ready."""
         resident.users += not counted
         resident.used_at = self._clock()
@@ -343,18 +358,21 @@ class OnDemand:
             if given_back:
                 return
             given_back = True
+            resident.giving_way.pop(release, None)
             resident.users -= 1
             resident.used_at = self._clock()
             if not resident.users:
                 self._wake.set()
 
+        if give_way is not None:
+            resident.giving_way[release] = give_way
         return release
 
-    async def _ready(self, resident: Resident) -> None:
+    async def _ready(self, resident: Resident, *, yields: bool) -> None:
         """Wait until an engine is ready; it is then counted as used."""
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[None] = loop.create_future()
-        resident.waiting[waiter] = None
+        resident.waiting[waiter] = yields
         self._wake.set()
         timer = loop.call_later(self._settings.wait_s, self._too_late, resident, waiter)
         try:
@@ -370,11 +388,16 @@ class OnDemand:
 
     def _too_late(self, resident: Resident, waiter: asyncio.Future[None]) -> None:
         if not waiter.done():
-            resident.wanted = True  # it is told to come back: then it shall find it
+            if not resident.waiting[waiter]:
+                resident.wanted = True  # it is told to come back: then it shall find it
             waiter.set_exception(self._later(resident, f"was not loaded within {self._settings.wait_s:g} s"))
 
-    def _hindrance(self, resident: Resident) -> BatonError | None:
-        """Make the error of a request that need not wait for an engine; None: it may wait."""
+    def _hindrance(self, resident: Resident, *, wants: bool = True) -> BatonError | None:
+        """Make the error of a request that need not wait for an engine; None: it may wait.
+
+        Args:
+            wants: whether the engine is to be loaded though this request does not wait.
+        """
         name, state, now = resident.name, resident.state, self._clock()
         if state not in (EngineState.UNLOADED, EngineState.UNLOADING, EngineState.STARTING):
             return resident.served.refusal()
@@ -388,9 +411,10 @@ class OnDemand:
                 retry_after_s=math.ceil(resident.retry_at - now),
             )
         if resident.served.start_s and self._ready_in(resident) > self._settings.wait_s:
-            resident.wanted = True
-            self._turns.setdefault(name)
-            self._wake.set()
+            if wants:
+                resident.wanted = True
+                self._turns.setdefault(name)
+                self._wake.set()
             return self._later(resident, "waits for room behind other models")
         return None
 
@@ -462,9 +486,9 @@ class OnDemand:
         if not self._missing(resident, leaving):
             return [], math.inf
         could = [each for each in self._residents.values() if each.may_leave and each is not resident]
-        could.sort(key=lambda each: (each.busy, each.used_at))
+        could.sort(key=lambda each: (each.busy, each.users > len(each.giving_way), each.used_at))
         idle = [each for each in could if not each.busy]
-        if not self._missing(resident, [*leaving, *idle]):
+        if resident.yields or not self._missing(resident, [*leaving, *idle]):
             could = idle
         now = self._clock()
         over = [each for each in could if self._stay_ends(each) <= now]
@@ -486,6 +510,8 @@ class OnDemand:
         self._metrics.unloads.labels(resident.name, reason).inc()
         log.info("engine_unloading", engine=resident.name, reason=reason, room_for=leaves_for)
         resident.served.unload(self._settings.drain_s, lambda: resident.busy)
+        for give_way in list(resident.giving_way.values()):
+            give_way()
 
     # The steps.
 
@@ -547,7 +573,8 @@ class OnDemand:
     def _serve_turns(self, now: float) -> Iterable[float]:
         """Load the models that wait, each in its turn; yields when to look again."""
         while self._turns:
-            resident = self._residents[next(iter(self._turns))]
+            turns = [self._residents[name] for name in self._turns]
+            resident = min(turns, key=lambda each: each.yields)  # the first that a client waits for, if any
             state = resident.state
             if not resident.waiting and not resident.wanted:
                 self._over(resident)

@@ -91,7 +91,8 @@ async def engage(request: Request, model: object, *, pools: bool = False, falls_
         if lost is not None and not (falls_back or gateway.fleet.in_group(model, choice[0])):
             break
         try:
-            engine = await gateway.fleet.engage(choice, state.context.tenant, state.ticket)
+            context = state.context
+            engine = await gateway.fleet.engage(choice, context.tenant, state.ticket, context.give_way)
         except (EngineUnavailable, EngineOverloaded) as error:
             lost = lost or error
             continue
@@ -163,6 +164,10 @@ async def operate(
     if len(choices) > 1 and (maker := await _maker(request, gateway, body)) is not None:
         choices = gateway.fleet.choices(asked, pools=operation.pools, load=load, maker=maker)
     choices = allowed(request, asked, choices)
+    holds = state_of(request.scope).ticket.holds
+    choices.sort(
+        key=lambda each: not holds(each[0].engine.name)
+    )  # one that was loaded for it need not move on
     work = _tried(request, gateway, choices, operation, body, finish, media=media)
     if body.get("stream") is True and gateway.fleet.comes(choices):
         work = _kept_alive(gateway, work)
@@ -202,7 +207,8 @@ async def _tried(
         if lost is not None and not gateway.fleet.in_group(asked, supervisor):
             left["model"], headers[FALLBACK_HEADER] = word, supervisor.engine.name
         try:
-            engine = await gateway.fleet.engage(choice, state.context.tenant, state.ticket)
+            context = state.context
+            engine = await gateway.fleet.engage(choice, context.tenant, state.ticket, context.give_way)
             begin_usage(request, engine)
             held = media or bool(engine.images.texts)  # whose placeholders no text may hold
             response = await _respond(request, gateway, engine, operation, left, finish, media=held)
@@ -214,6 +220,7 @@ async def _tried(
         except ClientError:
             if lost is None:
                 raise
+            headers.pop(FALLBACK_HEADER, None)
             break  # the fallback's own reason would mislead: the client asked another model
         else:
             if lost is not None and FALLBACK_HEADER in headers:

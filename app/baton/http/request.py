@@ -325,17 +325,6 @@ def may_use(request: Request, engine: Engine, *words: str) -> bool:
     return key.may_use(engine.name, *engine.aliases, *groups)
 
 
-def require_allowed(request: Request, engine: Engine) -> None:
-    """Refuse a model that a request's key may not use.
-
-    Raises:
-        ModelNotAllowed: its key names models, and this is none of them.
-    """
-    key = state_of(request.scope).key
-    if key is not None and not key.may_use(engine.name, *engine.aliases):
-        raise not_allowed(key, engine.name)
-
-
 def not_allowed(key: StoredKey, name: str) -> ModelNotAllowed:
     """Make the error of a key that names models, none of which has this name."""
     models = ", ".join(key.models)

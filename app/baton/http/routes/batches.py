@@ -364,8 +364,9 @@ class LineAsker:
 
         def give_way() -> None:
             nonlocal gave_way
-            gave_way = True
-            work.cancel()
+            if not gave_way:  # an engine's queue and its unloading may both ask for it
+                gave_way = True
+                work.cancel()
 
         context.give_way = give_way
         try:

@@ -26,7 +26,7 @@ from baton.engines.backend import Json, Operation
 from baton.errors import BatonError, BodyTooLarge, InternalError, InvalidRequest, NotFound
 from baton.http.answer import answer, unless_gone
 from baton.http.body.json import is_small
-from baton.http.request import Gateway, gateway_of, in_a_thread, read_json, replay, state_of
+from baton.http.request import Gateway, gateway_of, in_a_thread, may_use, read_json, replay, state_of
 from baton.http.routes import handoffs, pooling
 from baton.relay.asked import HandoffIds, Label, Seconds, parse_options
 
@@ -264,7 +264,8 @@ def _server(request: Request) -> Server[Any]:
             raise MCPError(INVALID_PARAMS, f"There is no such tool here; there are: {', '.join(served)}.")
         return await _called(request, partial(_run, request, tool, params.arguments or {}))
 
-    told = f"Models served here: {', '.join(gateway.fleet.served)}."
+    models = ", ".join(str(card["id"]) for card in gateway.fleet.cards(partial(may_use, request)))
+    told = f"Models served here: {models}."
     return Server(
         "baton", version=__version__, instructions=told, on_list_tools=list_tools, on_call_tool=call_tool
     )
