@@ -24,6 +24,13 @@ FIELD = "data.item"
 ITEM_BYTES = 4 * 1024 * 1024
 ASSETS_LIMIT = 1024
 TAGS_LIMIT, TAG_CHARACTERS = 128, 256
+DECISIVE = (
+    "boa_offset_applied",
+    "processing_baseline",
+    "platform",
+    "constellation",
+    "mission",
+)  # in names' ends
 NOT_SCENES = {"thumbnail", "overview", "metadata", "visual", "tilejson"}  # roles
 SHIFTED_SINCE = 4.0  # processing baseline of Sentinel-2 since which 1,000 is added to its numbers
 PRODUCTS = {
@@ -208,7 +215,10 @@ def _own_address(item: Mapping[str, Any]) -> str | None:
 
 def _tags(item: Mapping[str, Any], properties: Mapping[str, Any]) -> dict[str, str]:
     """Return what the item says as tags of a file."""
-    said = {name: value for name, value in properties.items() if isinstance(value, str | int | float)}
+    given = {name: value for name, value in properties.items() if isinstance(value, str | int | float)}
+    said = dict(
+        sorted(given.items(), key=lambda each: not str(each[0]).endswith(DECISIVE))
+    )  # before others are cut
     tags = {
         str(name)[:TAG_CHARACTERS]: (str(value).lower() if isinstance(value, bool) else str(value))[
             :TAG_CHARACTERS

@@ -119,6 +119,7 @@ class _Running:
         lock: descriptor that holds the lock on its folder.
         size: bytes of its request, which wait on disk.
         over: set when it has ended, for threads that still work for it.
+        copied: bytes of its files, from when they are copied until its record tells them.
     """
 
     job: Job
@@ -129,6 +130,7 @@ class _Running:
     writing: threading.Lock = field(default_factory=threading.Lock)
     over: threading.Event = field(default_factory=threading.Event)
     task: asyncio.Task[None] | None = None
+    copied: int = 0
 
 
 class SceneJobs:
@@ -150,6 +152,7 @@ class SceneJobs:
         limits = QueueLimits(settings.at_once, settings.waiting, reserve=1)
         self._places = watched_queue(limits, _no_place, queues, "scenes")
         self._running: dict[str, _Running] = {}
+        self._keeping = threading.Lock()  # of jobs that end at once each finds what the others take
         self._turn = asyncio.Lock()  # of two requests with one key the second finds the first's job
 
     async def aclose(self) -> None:
@@ -289,7 +292,8 @@ class SceneJobs:
         await self.get(job_id, tenant)
         running = self._running.get(job_id)
         if running is not None and running.task is not None:
-            running.task.cancel()
+            if not running.over.is_set():  # a second cancel would stop what ends the job
+                running.task.cancel()
             await asyncio.wait({running.task})
         await in_own_thread(shutil.rmtree, self._folder / job_id, True)
 
@@ -330,11 +334,13 @@ class SceneJobs:
             state: State = "done" if error is None else "failed"
             expires_at = now + self._settings.ttl_s
             job = replace(running.job, state=state, error=error, finished_at=now, expires_at=expires_at)
-            with contextlib.suppress(OSError):  # the folder was removed, or the disk is full
-                await asyncio.shield(asyncio.ensure_future(self._note(running, job)))
-            os.close(running.lock)
-            del self._running[job.id]
-            await release()
+            try:
+                with contextlib.suppress(OSError):  # the folder was removed, or the disk is full
+                    await asyncio.shield(asyncio.ensure_future(self._note(running, job)))
+            finally:  # also where it is cancelled once more
+                os.close(running.lock)
+                del self._running[job.id]
+                await asyncio.shield(asyncio.ensure_future(_done(release)))
 
     async def _note(self, running: _Running, job: Job) -> None:
         running.job = job
@@ -346,10 +352,15 @@ class SceneJobs:
         folder = self._folder / job.id
         folder.mkdir(0o700)
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not isinstance(work, Upload):
-            (folder / WORK).write_bytes(json.dumps(work).encode() if sent is None else sent)
-        self._write(job)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not isinstance(work, Upload):
+                (folder / WORK).write_bytes(json.dumps(work).encode() if sent is None else sent)
+            self._write(job)
+        except BaseException:  # such as a full disk
+            os.close(lock)
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
         return lock
 
     def _take_work(self, job: Job, fields: tuple[str, ...]) -> Json:
@@ -375,8 +386,9 @@ class SceneJobs:
         if not job_id.startswith(PREFIX) or not job_id.removeprefix(PREFIX).isalnum():
             return None
         try:
-            said = json.loads((folder / RECORD).read_text())
-            job = Job(**said | {"files": tuple(KeptFile(**file) for file in said["files"])})
+            job = _job_of(folder)
+            if job.state in ("queued", "running") and job.id not in self._running:
+                job = self._unless_lost(folder, job)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError, TypeError, KeyError):
@@ -385,14 +397,29 @@ class SceneJobs:
         if job.expires_at is not None and job.expires_at <= self._wall():
             shutil.rmtree(folder, ignore_errors=True)
             return None
-        if job.state in ("queued", "running") and job.id not in self._running and _is_free(folder):
+        return job
+
+    def _unless_lost(self, folder: Path, job: Job) -> Job:
+        """Return a job as it is; one whose gateway is gone has failed.
+
+        Its gateway writes the last record before it gives the lock back, so it is read again under the lock.
+        """
+        with _opened(folder) as descriptor:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return job
+            job = _job_of(folder)
+            if job.state not in ("queued", "running"):
+                return job
             (folder / WORK).unlink(missing_ok=True)
             for part in (FILES, PART):
                 shutil.rmtree(folder / part, ignore_errors=True)
             now = self._wall()
             expires_at = now + self._settings.ttl_s
             job = replace(job, state="failed", error=LOST, finished_at=now, expires_at=expires_at, files=())
-            self._write(job)
+            with contextlib.suppress(OSError):  # the disk is full: it is found again
+                self._write(job)
         return job
 
     def _every(self) -> list[Job]:
@@ -407,8 +434,11 @@ class SceneJobs:
         job = running.job
         kept = tuple(KeptFile(file.name, file.media_type, file.path.stat().st_size) for file in files)
         need = sum(file.bytes for file in kept)
-        if need > self._settings.budget or not self._make_room(job.tenant, need):
-            return None
+        with self._keeping:
+            held = sum(each.copied for each in list(self._running.values()) if each is not running)
+            if need > self._settings.budget or not self._make_room(job.tenant, need, beside=held):
+                return None
+            running.copied = need
         folder = self._folder / job.id
         (folder / PART).mkdir(0o700)
         for file in files:
@@ -419,32 +449,33 @@ class SceneJobs:
             shutil.rmtree(folder / FILES, ignore_errors=True)
         return kept
 
-    def _make_room(self, tenant: str, need: int) -> bool:
+    def _make_room(self, tenant: str, need: int, beside: int) -> bool:
         """Remove the oldest finished jobs of the tenants with most bytes, until there is room.
 
         Args:
             tenant: that needs it; what it needs counts as its own already.
+            beside: bytes that jobs which end now have copied.
         """
+        budget = self._settings.budget - beside
         done = sorted((job for job in self._every() if job.state == "done"), key=lambda job: job.created_at)
         used = Counter({tenant: need})
         for job in done:
             used[job.tenant] += job.bytes
-        while done and used.total() > self._settings.budget:
+        while done and used.total() > budget:
             victim = max(done, key=lambda job: used[job.tenant])  # of equals the first, which is the oldest
             done.remove(victim)
             used[victim.tenant] -= victim.bytes
             shutil.rmtree(self._folder / victim.id, ignore_errors=True)
-        return used.total() <= self._settings.budget
+        return used.total() <= budget
 
 
-def _is_free(folder: Path) -> bool:
-    """Check whether no gateway holds the lock on a job's folder."""
-    with _opened(folder) as descriptor:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-    return True
+def _job_of(folder: Path) -> Job:
+    said = json.loads((folder / RECORD).read_text())
+    return Job(**said | {"files": tuple(KeptFile(**file) for file in said["files"])})
+
+
+async def _done(release: Callable[[], Awaitable[None]]) -> None:
+    await release()
 
 
 @contextlib.contextmanager

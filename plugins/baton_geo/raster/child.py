@@ -332,7 +332,9 @@ class SceneJob:
             write_vectors(self._folder, request, source.place, size)
         if request.item:
             notes = (*source.notes, *tally.notes)
-            write_item(self._folder, request, source.place, size, source.acquired, tally, notes)
+            write_item(
+                self._folder, request, source.place, size, request.date or source.acquired, tally, notes
+            )
 
     def _flush(self) -> None:
         for top, probabilities in self._mosaic.finished():

@@ -197,7 +197,7 @@ async def ogc_execute(request: Request, process: str) -> Response:
         raise ModelNotFound.among(process, _maps(request))
     data = data_of(body)
     sent = await request.body()
-    digest = await in_own_thread(lambda: hashlib.sha256(sent).digest())
+    digest = await in_own_thread(lambda: hashlib.sha256(process.encode() + b"\0" + sent).digest())
     job = await gateway.scenes.begin(
         runner,
         {"model": process, "data": data},
@@ -230,12 +230,18 @@ def data_of(body: Json) -> Json:
     if isinstance(item := data.get("item"), dict) and set(item) <= {"href", "type", "rel", "title"}:
         data["item"] = item.get("href")
     if isinstance(box := data.get("bbox"), dict):
-        data["bbox"] = box.get("bbox")
+        data["bbox"] = corners = box.get("bbox")
         if (crs := box.get("crs")) is not None:
             data["bbox_crs"] = _crs(crs)
+            if data["bbox_crs"] == "EPSG:4326" != crs and not LONLAT.fullmatch(str(crs)) and _is_box(corners):
+                data["bbox"] = [corners[at] for at in (1, 0, 3, 2)]  # by its address it has latitudes first
     if outputs:
         data["outputs"] = list(outputs)
     return data
+
+
+def _is_box(corners: Any) -> bool:
+    return isinstance(corners, list) and len(corners) == 4
 
 
 def _file(value: Any) -> Json:

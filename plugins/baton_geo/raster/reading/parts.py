@@ -156,11 +156,13 @@ class _Layer:
     Attributes:
         ratio: width of its pixels in those of the scene; below 1 of finer ones.
         first: number of its first band among those of all files.
+        nodata: the card's number for nodata, of a file that states none.
     """
 
     source: Source
     ratio: float
     first: int
+    nodata: float | None
 
 
 class Stack:
@@ -187,7 +189,10 @@ class Stack:
         ground = sources[on]
         self._layers = {
             number: _Layer(
-                sources[number], _ratio(ground, sources[number], names[on], names[number]), firsts[number]
+                sources[number],
+                _ratio(ground, sources[number], names[on], names[number]),
+                firsts[number],
+                card.nodata,
             )
             for number in used
         }
@@ -380,7 +385,7 @@ def _on_grid(
     for place, band in enumerate(raw):
         if nearest[place]:
             continue
-        known = _known(band, source.nodata)
+        known = _known(band, layer.nodata if source.nodata is None else source.nodata)
         known = known if hidden is None else known & ~hidden
         values = _blend(np.where(known, band, 0), down - y, of_rows, across - x, of_columns)
         total = _blend(known, down - y, of_rows, across - x, of_columns)
