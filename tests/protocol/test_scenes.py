@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -237,6 +238,51 @@ async def test_scenes_expire_and_make_room(tmp_path: Path) -> None:
     assert not list((tmp_path / "scenes").iterdir())
 
 
+async def test_a_job_that_ends_while_it_is_listed_keeps_its_files(tmp_path: Path) -> None:
+    """Who reads it as running looks again once its lock is free."""
+    file = tmp_path / "mask.tif"
+    file.write_bytes(b"mask")
+    job = await one(jobs_of(tmp_path / "scenes"), file, "acme")
+    other = jobs_of(tmp_path / "scenes")
+    read_before = replace(job, state="running", files=(), finished_at=None, expires_at=None)
+    assert other._unless_lost(tmp_path / "scenes" / job.id, read_before) == job
+    path, _ = await other.file(job.id, "acme", "mask.tif")
+    assert path.read_bytes() == b"mask"
+
+
+async def test_jobs_that_end_at_once_keep_to_the_budget_together(tmp_path: Path) -> None:
+    file = tmp_path / "mask.tif"
+    file.write_bytes(b"x" * 80)
+    jobs = jobs_of(tmp_path / "scenes", budget=100)
+    ended = await asyncio.gather(*(one(jobs, file, tenant) for tenant in ("a", "b", "c", "d")))
+    kept = [job for tenant in "abcd" for job in await jobs.listed(tenant) if job.state == "done"]
+    assert sum(job.bytes for job in kept) <= 100
+    assert any(job.state == "done" for job in ended)
+
+
+async def test_two_deletes_end_a_job_once_and_for_all(tmp_path: Path) -> None:
+    begun, released = asyncio.Event(), list[None]()
+
+    class Endless(Stub):
+        async def run(self, *_: Any, **__: Any) -> Any:
+            begun.set()
+            await asyncio.sleep(600)
+
+    async def release() -> None:
+        released.append(None)
+
+    jobs = jobs_of(tmp_path / "scenes")
+    runner: Any = Endless(tmp_path)
+    context = RequestContext("r", None, None, None, "acme")
+    job = await jobs.begin(runner, {}, context, model="m", key="", body=b"1", size=1, release=release)
+    await begun.wait()
+    deletes = [asyncio.create_task(jobs.delete(job.id, "acme")) for _ in range(3)]
+    await asyncio.gather(*deletes, return_exceptions=True)
+    assert released == [None]
+    assert jobs._running == {}
+    assert await jobs.listed("acme") == []
+
+
 KILLED = """
 import asyncio, sys
 from pathlib import Path
@@ -441,6 +487,10 @@ BOXES = [
     (
         {"bbox": {"bbox": [1, 2, 3, 4], "crs": "http://www.opengis.net/def/crs/EPSG/0/32633"}},
         {"bbox": [1, 2, 3, 4], "bbox_crs": "EPSG:32633"},
+    ),
+    (  # by its address it has latitudes first
+        {"bbox": {"bbox": [45, 14, 46, 15], "crs": "http://www.opengis.net/def/crs/EPSG/0/4326"}},
+        {"bbox": [14, 45, 15, 46], "bbox_crs": "EPSG:4326"},
     ),
     ({"scene": {"href": "https://a.org/s.tif"}}, {"data": "https://a.org/s.tif", "data_format": "url"}),
     ({"item": {"href": "https://a.org/i.json"}}, {"item": "https://a.org/i.json"}),

@@ -233,15 +233,12 @@ def data_of(body: Json) -> Json:
         data["bbox"] = corners = box.get("bbox")
         if (crs := box.get("crs")) is not None:
             data["bbox_crs"] = _crs(crs)
-            if data["bbox_crs"] == "EPSG:4326" != crs and not LONLAT.fullmatch(str(crs)) and _is_box(corners):
+            by_address = EPSG.fullmatch(crs) if isinstance(crs, str) else None
+            if by_address and by_address[1] == "4326" and isinstance(corners, list) and len(corners) == 4:
                 data["bbox"] = [corners[at] for at in (1, 0, 3, 2)]  # by its address it has latitudes first
     if outputs:
         data["outputs"] = list(outputs)
     return data
-
-
-def _is_box(corners: Any) -> bool:
-    return isinstance(corners, list) and len(corners) == 4
 
 
 def _file(value: Any) -> Json:
