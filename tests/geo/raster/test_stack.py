@@ -152,6 +152,19 @@ def test_nodata_of_each_file_is_its_own(decoders: Decoders, tmp_path: Path) -> N
     np.testing.assert_allclose(got[1][~hidden], expected[~hidden], atol=1e-3)
 
 
+def test_the_cards_nodata_is_not_blended_into_its_neighbours(decoders: Decoders, tmp_path: Path) -> None:
+    """Of a file that states none."""
+    card = card_of("RED", "SWIR_1").model_copy(update={"nodata": -999})
+    fine, coarse = pixels_of(1), pixels_of(2, 2.0, "float32")
+    coarse[0, 60:80, 60:80] = -999
+    files = [saved(tmp_path, "RED", fine), saved(tmp_path, "SWIR_1", coarse, 2.0)]
+    got = whole(decoders, files, request(card, "RED", "SWIR_1"))
+    hidden = np.zeros((SIDE, SIDE), np.bool_)
+    hidden[120:160, 120:160] = True
+    expected = warped(coarse, 2.0, SIDE, Resampling.bilinear, -999)
+    np.testing.assert_allclose(got[1][~hidden], expected[~hidden], atol=1e-3)
+
+
 def test_each_type_is_read_in_its_own_unit(decoders: Decoders, tmp_path: Path) -> None:
     """Integers of reflectance x 10000 beside floats of reflectance, for a card that knows both."""
     card = card_of("RED", "SWIR_1").model_copy(update={"scale": 0.0001, "float_scale": 1.0})

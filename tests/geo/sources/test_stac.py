@@ -87,6 +87,13 @@ SAID: list[tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = [
     ({}, {"s2:processing_baseline": "03.01"}, {}),
     ({}, {"s2:processing_baseline": "05.10", "earthsearch:boa_offset_applied": True}, {}),
     ({}, {"s2:processing_baseline": "05.10", "platform": "landsat-8"}, {}),
+    (
+        {},
+        {"s2:processing_baseline": "05.10"}
+        | {f"p{n}": n for n in range(130)}
+        | {"earthsearch:boa_offset_applied": True},
+        {},
+    ),
 ]
 
 
