@@ -197,7 +197,9 @@ def test_what_a_join_computes_after_its_answer_counts_too(tmp_path: Path) -> Non
         for each in ids:
             path = f"/v1/handoffs/{each}"
             wait_for(lambda path=path: client.get(path).json()["state"] == "ready", "it is not ready")
-        wait_for(lambda: shown(client)["data"][0]["prompt_tokens"] == 2, "they were not counted")
+        wait_for(
+            lambda: [row["prompt_tokens"] for row in shown(client)["data"]] == [2], "they were not counted"
+        )
         engine.behaviour = FakeBehaviour(token_seconds=1, wait=held)
         assert client.post("/v1/handoffs", json={"model": "a", "from": ids}).status_code == 202
         held.release()
