@@ -189,7 +189,8 @@ async def test_a_page_of_ten_thousand_looks_at_the_kv_of_its_rows_alone(
     exists = FileStore.exists
 
     def looks(self: FileStore, key: str, part: int | None = None) -> bool:
-        looked.append(key)
+        if self is store:  # others' engines sweep theirs meanwhile
+            looked.append(key)
         return exists(self, key, part)
 
     monkeypatch.setattr(FileStore, "exists", looks)

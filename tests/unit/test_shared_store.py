@@ -343,17 +343,17 @@ async def test_kv_of_another_machine_is_fetched_before_it_is_brought_into_memory
     two.handoffs.fetches._rates[two.handoffs.holdings.tier.source_of(found)] = 1.0
     engine.throughput.prefilled(1000, 0.001)
     assert not await two.handoffs.fetches.fetch_here(found, engine), "a request computes"
-    told = await bringing.handoff(left.id, "local", None)
+    told = await bringing.handoff(left.id, "local", lambda _engine: True)
     assert (told.state, [(row.engine, row.whole, row.reason) for row in told.data]) == (
         "done",
         [("e", True, None)],
     )
     assert told.data[0].bytes == len(one.read(left.key))
     with pytest.raises(HandoffNotFound):
-        await bringing.handoff(left.id, "another", None)
+        await bringing.handoff(left.id, "another", lambda _engine: True)
     await one.handoffs.delete(await one.handoffs.get(left.id, "local"))
     with pytest.raises(HandoffNotFound):
-        await bringing.handoff(left.id, "local", None)
+        await bringing.handoff(left.id, "local", lambda _engine: True)
 
 
 @pytest.mark.fault("C26")
@@ -363,7 +363,7 @@ async def test_where_it_cannot_be_fetched_the_answer_says_so(server: StoreServer
     bringing, engine = warming(two)
     found = await two.handoffs.get(left.id, "local")
     one.pool.files.drop([left.key])
-    told = await bringing.handoff(found.id, "local", None)
+    told = await bringing.handoff(found.id, "local", lambda _engine: True)
     assert [(row.bytes, row.whole, row.reason) for row in told.data] == [(0, False, "kv_gone")]
     assert not engine.warmed or engine.warmed == [left.key]
     await two.quiet()
