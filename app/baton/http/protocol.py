@@ -199,7 +199,7 @@ class EdgeProtocol(H11Protocol):
         self, *, edge: EdgeSettings, metrics: GatewayMetrics, connections_max: int, **options: Any
     ) -> None:
         super().__init__(**options)
-        self.conn = Parser(lambda: self.loop.call_soon(self._write_head))
+        self.conn = self._parser = Parser(lambda: self.loop.call_soon(self._write_head))
         self._edge = edge
         self._metrics = metrics
         self._connections_max = connections_max
@@ -232,8 +232,8 @@ class EdgeProtocol(H11Protocol):
             self._listen_for_the_end()
 
     def _write_head(self) -> None:
-        if self.conn.waiting:
-            self.transport.write(self.conn.take())
+        if self._parser.waiting:
+            self.transport.write(self._parser.take())
 
     def _watch_asking(self) -> None:
         """Limit the time for a head that arrives, and for a body that nobody waits for any more."""
