@@ -78,7 +78,7 @@ bench-batches: $(VENV)/.dev ## Measure what a batch costs clients, and what line
 bench-automatic: $(VENV)/.dev ## Measure what automatic handoffs save, and what they cost others (minutes)
 	$(BIN)/python bench/automatic.py $(ARGS)
 
-bench-court: $(VENV)/.dev ## Count wrong answers after faults in stored KV, beside vLLM's own connectors (four minutes)
+bench-court: $(VENV)/.dev ## Count wrong answers after faults in stored KV, beside vLLM's own connectors (many minutes; ARGS=--tiers: only what needs no engine, seconds)
 	$(BIN)/python bench/court.py $(ARGS)
 
 bench-replay: $(VENV)/.dev ## Replay sessions of coding agents and count what is prefilled, beside plain vLLM (fifteen minutes)
