@@ -169,7 +169,7 @@ def _with_engine(
     options: dict[str, bool],
     overrides: dict[str, Any],
 ) -> Callable[[], Settings]:
-    """Return what reads the settings with the one engine that the command line describes.
+    """Make the function that reads the settings with the one engine that the command line describes.
 
     The command line is read once, by vLLM's own parser.
 

@@ -322,7 +322,7 @@ def _content_range(response: httpx.Response) -> tuple[int, int, int]:
 
 
 def _validator(response: httpx.Response) -> str:
-    """Return what tells one version of a file from the next: a line of at most 256 characters."""
+    """Return a file's validator, which differs between its versions: a line of at most 256 characters."""
     headers = response.headers
     return str(headers.get("etag") or headers.get("last-modified") or "")[:256]
 

@@ -70,7 +70,7 @@ class MapValue(ReadOnlyModel):
 
 
 class Embedding(ReadOnlyModel):
-    """What an encoder alone gives: a vector for each patch.
+    """The output of an encoder alone: a vector for each patch.
 
     Attributes:
         patch: side of a patch, pixels.

@@ -336,7 +336,7 @@ class GeoFile(ReadOnlyModel):
 
 
 class Fetched(ReadOnlyModel):
-    """What was fetched of files at addresses by ranges.
+    """The bytes and requests that files at addresses cost.
 
     Attributes:
         bytes: fetched.

@@ -214,7 +214,7 @@ def _own_address(item: Mapping[str, Any]) -> str | None:
 
 
 def _tags(item: Mapping[str, Any], properties: Mapping[str, Any]) -> dict[str, str]:
-    """Return what the item says as tags of a file."""
+    """Turn the item's properties into tags of a file."""
     given = {name: value for name, value in properties.items() if isinstance(value, str | int | float)}
     said = dict(
         sorted(given.items(), key=lambda each: not str(each[0]).endswith(DECISIVE))

@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -194,18 +195,25 @@ def test_a_client_that_leaves_while_its_model_waits_is_forgotten() -> None:
         assert gateway.engine("b").starts == 0
 
 
-@pytest.mark.fault("A22")
-def test_running_streams_end_before_their_engine_makes_room_and_new_ones_wait_for_their_turn() -> None:
-    held = Held()
-    first, second = FakeEngine("a", behaviour=FakeBehaviour(token_seconds=1, wait=held)), FakeEngine("b")
+@contextmanager
+def streaming(held: Held) -> Iterator[tuple[FakeGateway, httpx.Response]]:
+    """Two models in room for one, of which `a` answers a stream until it is released."""
+    first = FakeEngine("a", behaviour=FakeBehaviour(token_seconds=1, wait=held))
     told = on_demand("a", "b", memory=200 * MIB)
     with (
-        run_fake(first, second, told=told, on_demand=ROOM, edge=AT_ONCE) as gateway,
-        ThreadPoolExecutor() as pool,
+        run_fake(first, FakeEngine("b"), told=told, on_demand=ROOM, edge=AT_ONCE) as gateway,
         gateway.client() as client,
         client.stream("POST", "/v1/completions", json=STREAM) as stream,
     ):
         wait_for(lambda: first.active, "it does not run")
+        yield gateway, stream
+
+
+@pytest.mark.fault("A22")
+def test_running_streams_end_before_their_engine_makes_room_and_new_ones_wait_for_their_turn() -> None:
+    held = Held()
+    with streaming(held) as (gateway, stream), ThreadPoolExecutor() as pool:
+        first, second = gateway.engine("a"), gateway.engine("b")
         other = pool.submit(post, gateway, TEXT | {"model": "b"})
         until_state(gateway, "a", "unloading")
         assert row(gateway, "a")["why"] == "It makes room for 'b'; a request loads it again."
@@ -220,15 +228,8 @@ def test_running_streams_end_before_their_engine_makes_room_and_new_ones_wait_fo
 
 def test_a_drain_that_nobody_waits_for_any_more_is_taken_back() -> None:
     held = Held()
-    first, second = FakeEngine("a", behaviour=FakeBehaviour(token_seconds=1, wait=held)), FakeEngine("b")
-    told = on_demand("a", "b", memory=200 * MIB)
-    with (
-        run_fake(first, second, told=told, on_demand=ROOM, edge=AT_ONCE) as gateway,
-        ThreadPoolExecutor() as pool,
-        gateway.client() as client,
-        client.stream("POST", "/v1/completions", json=STREAM) as stream,
-    ):
-        wait_for(lambda: first.active, "it does not run")
+    with streaming(held) as (gateway, stream), ThreadPoolExecutor() as pool:
+        first, second = gateway.engine("a"), gateway.engine("b")
         with gateway.client() as other, pytest.raises(httpx.ReadTimeout):
             other.post("/v1/completions", json=TEXT | {"model": "b"}, timeout=0.3)
         late = pool.submit(post, gateway, TEXT)

@@ -63,7 +63,7 @@ log = structlog.get_logger("baton.usage")
 
 
 class Row(NamedTuple):
-    """What requests are counted together.
+    """The key under which requests are counted together.
 
     Attributes:
         day: of UTC, such as `2030-01-31`.

@@ -41,7 +41,7 @@ LEVELS = tuple(128 << level for level in range(12))
 
 @dataclass
 class Input:
-    """What an input file holds.
+    """The lines of an input file, and what is wrong with it.
 
     Attributes:
         lines: in the order in which they are to be run.

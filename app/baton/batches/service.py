@@ -95,7 +95,7 @@ class Running:
 
     @property
     def told(self) -> Json | None:
-        """What a client is told of why it waits, or some of its lines do."""
+        """The reason why it waits, or some of its lines do, in words for a client."""
         if self.waits is not None:
             return {"code": self.waits.code, "message": self.waits.message}
         return self.refusal if self.put_off else None

@@ -74,7 +74,7 @@ NOT_RUN = {
     "cancelled": ("batch_cancelled", "The batch was cancelled before this request was executed."),
     "failed": ("batch_failed", "The batch failed before this request was executed."),
 }
-"""What is said of lines that were not run, by how their batch ended."""
+"""Code and message of lines that were not run, by how their batch ended."""
 
 
 @dataclass(frozen=True)

@@ -333,7 +333,7 @@ class Supervisor:
         self._now(EngineState.UNLOADING)
 
     def take_back(self) -> None:
-        """Let the engine run on though `unload` was called, or start it again where it has stopped."""
+        """Take an `unload` back: the engine runs on, or is started again where it has stopped."""
         self.operate(Act.START, 0, lambda: False)
 
     def give_up(self) -> None:

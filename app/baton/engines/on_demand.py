@@ -108,7 +108,7 @@ class Served(Protocol):
         ...
 
     def take_back(self) -> None:
-        """Let it run on though `unload` was called, or start it again where it has stopped."""
+        """Take an `unload` back: it runs on, or is started again where it has stopped."""
         ...
 
     def give_up(self) -> None:

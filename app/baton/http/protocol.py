@@ -169,7 +169,7 @@ class Parser(h11.Connection):
         return self.take() + written if self.waiting else written
 
     def take(self) -> bytes:
-        """Return what waits; it does not any more."""
+        """Take the head that waits, to be written now."""
         waiting, self.waiting = self.waiting, b""
         return waiting
 

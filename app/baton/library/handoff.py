@@ -150,7 +150,7 @@ class WarmedHandoff(BaseModel):
 
 
 class HintResult(BaseModel):
-    """What became of one action of `kv_hints`."""
+    """The outcome of one action of `kv_hints`."""
 
     model_config = ConfigDict(title="BatonHintResult", json_schema_serialization_defaults_required=True)
 

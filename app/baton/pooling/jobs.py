@@ -80,7 +80,7 @@ class KeptFile:
 
 @dataclass(frozen=True)
 class Job:
-    """What is kept of a job.
+    """The record of a job.
 
     Attributes:
         key: digest of its `Idempotency-Key`; empty: it came without.

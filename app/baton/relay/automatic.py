@@ -386,7 +386,7 @@ class ChosenTransfer:
 
 @dataclass
 class Looked:
-    """What was found of one prompt.
+    """The stored part of one prompt, or why there is none.
 
     Attributes:
         why: why nothing of it is reused, if nothing is.
@@ -483,7 +483,7 @@ class AutomaticRequest:
             log.error("automatic_handoff_failed", exc_info=error)
 
     def diagnostics(self, context: RequestContext) -> Json | None:
-        """Return what became of its prompts: a hit if anything of any was reused, else why not of the first.
+        """Sum up its prompts: a hit if anything of any was reused, else why not of the first.
 
         None: nobody has looked for stored KV, as for prompts that hold other media than images.
 

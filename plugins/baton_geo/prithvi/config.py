@@ -31,7 +31,7 @@ SEGMENTATION_KEYS = frozenset(
 
 
 class DecoderConfig(ReadOnlyModel):
-    """What follows the encoder: necks, decoder and head, in TerraTorch's words.
+    """The layers behind the encoder: necks, decoder and head, in TerraTorch's words.
 
     Attributes:
         kind: FCN, UPerNet or U-Net.

@@ -66,7 +66,7 @@ class Message(ReadOnlyModel):
 
 
 class FileSpec(Message):
-    """What a request says of one of its files, for a scene of several or of one that is read by ranges.
+    """A request's words about one of its files, for a scene of several or of one that is read by ranges.
 
     Attributes:
         name: of the file's band, or of its bands; None: the file's own names are used.

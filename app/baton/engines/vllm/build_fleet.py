@@ -146,7 +146,7 @@ class EngineBuilder:
 
 
 def _settle(supervisors: Sequence[Supervisor]) -> None:
-    """Tell engines here at which others their requests may go on, and whether they come back themselves."""
+    """Connect engines here: where their requests may go on, and whether they come back themselves."""
     here = []
     for each in supervisors:
         if isinstance(each.latest, VllmEngine):

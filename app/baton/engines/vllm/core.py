@@ -1,4 +1,4 @@
-"""What runs in the core of an engine, beside vLLM: grammars that go on where a lost core was.
+"""Code for the core of an engine, beside vLLM: grammars that go on where a lost core was.
 
 A core compiles a request's grammar and begins at its start. The request that goes on has what was said behind
 its prompt, and in its sampling parameters how many tokens that is: its grammar accepts them first, one by

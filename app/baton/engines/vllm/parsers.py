@@ -443,7 +443,7 @@ value ::= text | number | "true" | "false" | "null" | "[" (value ("," value)*)? 
 text ::= "<|\"|>" ([^<] | "<" [^|])* "<|\"|>"
 number ::= "-"? [0-9]+ ("." [0-9]+)? ([eE] [+\-]? [0-9]+)?
 """
-"""What Gemma 4 writes between the braces of a call."""
+"""The text that Gemma 4 writes between the braces of a call."""
 
 
 @register_vllm_structural_tag("gemma4")  # type: ignore[untyped-decorator]  # vLLM has no types

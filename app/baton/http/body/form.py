@@ -88,7 +88,7 @@ class FormReader:
         self.fields[name] = (await self._until(self._mark, MOST_FIELD_BYTES)).decode("utf-8", "replace")
 
     async def _until(self, mark: bytes, most: int) -> bytes:
-        """Return what comes before a mark, and skip the mark."""
+        """Read up to a mark, and skip the mark."""
         while (at := self._held.find(mark)) < 0:
             if len(self._held) > most + len(mark):
                 break

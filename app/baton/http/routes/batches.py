@@ -233,7 +233,7 @@ async def retrieve_content(request: Request, file_id: str) -> Response:
 
 
 class _Content(FileResponse):
-    """What a file holds; it may be deleted before it is opened."""
+    """The answer with a file's bytes; the file may be deleted before it is opened."""
 
     def __init__(self, path: Path, name: str) -> None:
         headers = {"X-Content-Type-Options": "nosniff"}

@@ -142,7 +142,7 @@ def _maps(request: Request) -> list[str]:
 
 
 def _runner(gateway: Gateway, engine: Engine) -> Runner | None:
-    """Return what runs a map model's requests; None: it is none."""
+    """Find the runner of a map model; None: the engine has none."""
     runner = gateway.pooling.runner(engine)
     return runner if runner is not None and MAP in runner.plugin.can else None
 
