@@ -254,10 +254,10 @@ async def test_jobs_that_end_at_once_keep_to_the_budget_together(tmp_path: Path)
     file = tmp_path / "mask.tif"
     file.write_bytes(b"x" * 80)
     jobs = jobs_of(tmp_path / "scenes", budget=100)
-    ended = await asyncio.gather(*(one(jobs, file, tenant) for tenant in ("a", "b", "c", "d")))
+    ended = await asyncio.gather(*(one(jobs, file, tenant) for tenant in "abcd"), return_exceptions=True)
+    assert all(isinstance(job, Job | SceneNotFound) for job in ended), ended  # not found: it made room already
     kept = [job for tenant in "abcd" for job in await jobs.listed(tenant) if job.state == "done"]
-    assert sum(job.bytes for job in kept) <= 100
-    assert any(job.state == "done" for job in ended)
+    assert [job.bytes for job in kept] == [80]
 
 
 async def test_two_deletes_end_a_job_once_and_for_all(tmp_path: Path) -> None:
