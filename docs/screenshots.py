@@ -101,6 +101,7 @@ def ask(page: Page, question: str, turns: int) -> None:
     page.get_by_label("Your question").press("Enter")
     expect(page.locator(".turn")).to_have_count(turns)
     expect(page.locator(".turn").last.locator(".reused")).to_be_visible()
+    expect(page.locator(".turn").last.locator(".answer")).to_have_attribute("aria-busy", "false")
 
 
 def take(page: Page, name: str, height: int = 800) -> None:

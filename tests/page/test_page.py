@@ -20,9 +20,9 @@ import numpy as np
 import pytest
 import rasterio
 from PIL import Image
-from playwright.sync_api import Browser, Locator, Page, expect
+from playwright.sync_api import Browser, Page, expect
 from rasterio import Affine
-from support.browsers import NARROW, WIDE, axe_violations, tab
+from support.browsers import NARROW, WIDE, answered, answers, ask, axe_violations, tab
 from support.gateways import FakeGateway, Held, run_fake
 from support.raw_requests import wait_for
 from support.sample_plugins import Files, plugin
@@ -70,23 +70,6 @@ def page(browser: Browser, gateway: FakeGateway) -> Iterator[Page]:
     """A wide, light tab on that gateway."""
     with tab(browser, gateway.url) as opened:
         yield opened
-
-
-def ask(page: Page, text: str, box: str = "Your question") -> None:
-    page.get_by_label(box).last.fill(text)
-    page.get_by_label(box).last.press("Enter")
-
-
-def answers(page: Page) -> Locator:
-    return page.locator(".turn")
-
-
-def answered(page: Page, number: int) -> None:
-    """Wait until so many turns are shown, and the last has its answer with what was reused."""
-    expect(answers(page)).to_have_count(number)
-    expect(answers(page).nth(number - 1).locator(".reused")).to_be_visible()
-    # What was reused is shown before the stream's end, and until then nothing more is sent.
-    expect(answers(page).nth(number - 1).locator(".answer")).to_have_attribute("aria-busy", "false")
 
 
 class TestChat:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, expect
-from support.browsers import ROOT, axe_violations, tab
+from support.browsers import ROOT, answered, ask, axe_violations, tab
 from support.gateways import RealGateway
 
 pytestmark = pytest.mark.engine
@@ -21,13 +21,11 @@ def test_a_fork_starts_from_what_the_first_answer_left(browser: Browser, real_ga
         page.get_by_label("Engine").select_option("smollm2")
         page.get_by_text("Options").click()
         page.get_by_label("Longest answer, tokens").fill("12")
-        for question in (STORY, "What did she carry?"):
-            page.get_by_label("Your question").fill(question)
-            page.get_by_label("Your question").press("Enter")
-            expect(page.locator(".reused")).to_have_count(1 if question is STORY else 2, timeout=60_000)
+        for number, question in enumerate((STORY, "What did she carry?"), 1):
+            ask(page, question)
+            answered(page, number)
         page.get_by_role("button", name="Fork from here").click()
-        page.get_by_label("Your question").fill("Where did she go?")
-        page.get_by_label("Your question").press("Enter")
+        ask(page, "Where did she go?")
         last = page.locator(".turn").nth(1)
         expect(last).to_contain_text("2 of 2")
         expect(last.locator(".reused")).to_contain_text(

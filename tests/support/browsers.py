@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page, Request, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Locator, Page, Request, expect, sync_playwright
 
 ROOT = Path(__file__).parents[2]
 SOURCES, BUILT = ROOT / "ui", ROOT / "app/baton/ui"
@@ -94,6 +94,25 @@ def tab(
         assert context.cookies() == []
     finally:
         context.close()
+
+
+def ask(page: Page, text: str, box: str = "Your question") -> None:
+    """Put a question into the last box of this label, and send it."""
+    page.get_by_label(box).last.fill(text)
+    page.get_by_label(box).last.press("Enter")
+
+
+def answers(page: Page) -> Locator:
+    """Find the turns of the chat."""
+    return page.locator(".turn")
+
+
+def answered(page: Page, number: int) -> None:
+    """Wait until so many turns are shown, and the last has its answer with what was reused."""
+    expect(answers(page)).to_have_count(number)
+    expect(answers(page).nth(number - 1).locator(".reused")).to_be_visible(timeout=60_000)
+    # What was reused is shown before the stream's end, and until then nothing more is sent.
+    expect(answers(page).nth(number - 1).locator(".answer")).to_have_attribute("aria-busy", "false")
 
 
 def axe_violations(page: Page, source: str) -> list[str]:
