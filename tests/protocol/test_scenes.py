@@ -255,9 +255,34 @@ async def test_jobs_that_end_at_once_keep_to_the_budget_together(tmp_path: Path)
     file.write_bytes(b"x" * 80)
     jobs = jobs_of(tmp_path / "scenes", budget=100)
     ended = await asyncio.gather(*(one(jobs, file, tenant) for tenant in "abcd"), return_exceptions=True)
-    assert all(isinstance(job, Job | SceneNotFound) for job in ended), ended  # not found: it made room already
+    assert all(isinstance(job, Job | SceneNotFound) for job in ended), (
+        ended
+    )  # not found: it made room already
     kept = [job for tenant in "abcd" for job in await jobs.listed(tenant) if job.state == "done"]
     assert [job.bytes for job in kept] == [80]
+
+
+async def test_a_job_whose_record_is_written_before_it_has_ended_counts_once(tmp_path: Path) -> None:
+    """Its record says that it is done while it is still among the running ones; the other finds room beside it."""
+    file = tmp_path / "mask.tif"
+    file.write_bytes(b"x" * 40)
+    jobs = jobs_of(tmp_path / "scenes", budget=100)
+    done, go_on = asyncio.Event(), asyncio.Event()
+    note = jobs._note
+
+    async def note_and_wait(running: Any, job: Job) -> None:
+        await note(running, job)
+        if job.tenant == "a" and job.state == "done":
+            done.set()
+            await go_on.wait()
+
+    jobs._note = note_and_wait  # type: ignore[method-assign]
+    first = asyncio.create_task(one(jobs, file, "a"))
+    await done.wait()
+    file.write_bytes(b"x" * 50)
+    second = await one(jobs, file, "b")
+    go_on.set()
+    assert (second.state, (await first).state) == ("done", "done")
 
 
 async def test_two_deletes_end_a_job_once_and_for_all(tmp_path: Path) -> None:

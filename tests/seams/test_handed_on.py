@@ -91,7 +91,9 @@ class Gateway:
     def stream(self, path: str, body: dict[str, Any], cut_after: int | None = None) -> tuple[str, Any]:
         """The text of a stream, and its last event."""
         self.client.cut_after = cut_after
-        text = self.http.post(path, json={"model": "a", "stream": True} | body).text
+        answer = self.http.post(path, json={"model": "a", "stream": True} | body)
+        text = answer.text
+        assert answer.status_code == 200, text
         events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
         choices = [each["choices"][0] for each in events if each.get("choices")]
         if "error" in events[-1]:

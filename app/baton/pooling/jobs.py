@@ -435,8 +435,10 @@ class SceneJobs:
         kept = tuple(KeptFile(file.name, file.media_type, file.path.stat().st_size) for file in files)
         need = sum(file.bytes for file in kept)
         with self._keeping:
-            held = sum(each.copied for each in list(self._running.values()) if each is not running)
-            if need > self._settings.budget or not self._make_room(job.tenant, need, beside=held):
+            ending = {
+                each.job.id: each.copied for each in list(self._running.values()) if each is not running
+            }
+            if need > self._settings.budget or not self._make_room(job.tenant, need, beside=ending):
                 return None
             running.copied = need
         folder = self._folder / job.id
@@ -449,15 +451,16 @@ class SceneJobs:
             shutil.rmtree(folder / FILES, ignore_errors=True)
         return kept
 
-    def _make_room(self, tenant: str, need: int, beside: int) -> bool:
+    def _make_room(self, tenant: str, need: int, beside: dict[str, int]) -> bool:
         """Remove the oldest finished jobs of the tenants with most bytes, until there is room.
 
         Args:
             tenant: that needs it; what it needs counts as its own already.
-            beside: bytes that jobs which end now have copied.
+            beside: bytes that jobs which end now have copied, whether their records say so already or not.
         """
-        budget = self._settings.budget - beside
-        done = sorted((job for job in self._every() if job.state == "done"), key=lambda job: job.created_at)
+        budget = self._settings.budget - sum(beside.values())
+        done = [job for job in self._every() if job.state == "done" and job.id not in beside]
+        done.sort(key=lambda job: job.created_at)
         used = Counter({tenant: need})
         for job in done:
             used[job.tenant] += job.bytes
