@@ -67,6 +67,8 @@ class SteppingClient(ScriptedClient):
                 self.cut()
             found = self.output_processor.process_outputs([output])
             self.output_processor.abort_requests(found.reqs_to_abort, internal=True)
+            if found.reqs_to_abort:  # by a stop string: a cut would come to the next request
+                return
             if number % 2 or number == 0:  # else two outputs are read at once
                 await asyncio.sleep(0.002)
 
