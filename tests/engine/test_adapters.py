@@ -16,8 +16,8 @@ from support.lora import (
 )
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
-REQUESTS = 16
-"""Of each phase; `tests/chaos/test_adapters.py` makes a thousand."""
+REQUESTS = 6
+"""Of each phase, at least; `tests/chaos/test_adapters.py` makes a thousand."""
 
 
 @pytest.mark.fault("B19")
@@ -39,4 +39,6 @@ def test_each_answers_as_alone_through_handoffs_caches_and_restarts(tmp_path: Pa
         load_b(gateway, tmp_path, "another-b", load_inplace=True)
         mixed.weights["b"] = "b'"
         mixed.run(REQUESTS)
-    assert_each_as_alone(mixed, tmp_path)
+        while not (mixed.outcomes[True, "loaded"] and mixed.outcomes[False, "recomputed"]):
+            mixed.run(4)  # what is drawn has had neither yet
+    assert_each_as_alone(mixed, tmp_path, documents=4)

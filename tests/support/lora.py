@@ -232,29 +232,33 @@ def kill_engine(gateway: RealGateway) -> None:
     core.kill()
 
 
-def assert_each_as_alone(mixed: MixedRequests, folder: Path) -> None:
-    """Compare all answers with those of each adapter alone, by engines that know no other."""
+def assert_each_as_alone(mixed: MixedRequests, folder: Path, documents: int = DOCUMENTS) -> None:
+    """Compare all answers with those of each adapter alone, by engines that know no other.
+
+    Args:
+        documents: how many must be gone on with otherwise by each two, by half of them at least.
+    """
     settings = folder / "alone.toml"
     settings.write_text((HERE / "adapters_alone.toml").read_text().format(folder=folder))
     (folder / "of-alone").mkdir(exist_ok=True)
     with RealGateway(["--config", str(settings)], folder / "of-alone", forked=True) as alone:
         alone.wait_until_ready()
         wrong = mixed.wrong(alone, ALONE)
-        differing = _differing(alone)
+        differing = _differing(alone, documents)
     print(
         f"{len(wrong)} of {len(mixed.asked)} wrong; handoffs (of the same weights, outcome): {mixed.outcomes}"
     )
     assert wrong == []
     assert mixed.outcomes[True, "loaded"] > 0, mixed.outcomes
     assert mixed.outcomes[False, "recomputed"] > 0, mixed.outcomes
-    assert min(differing.values()) >= DOCUMENTS // 2, f"adapters answer alike: {differing}"
+    assert min(differing.values()) >= documents // 2, f"adapters answer alike: {differing}"
 
 
-def _differing(alone: RealGateway) -> Counter[tuple[str, str]]:
+def _differing(alone: RealGateway, documents: int) -> Counter[tuple[str, str]]:
     """Count the documents on which each two of the weights go on otherwise."""
     found: Counter[tuple[str, str]] = Counter(dict.fromkeys(combinations(ALONE, 2), 0))
     with alone.client() as client:
-        for number in range(DOCUMENTS):
+        for number in range(documents):
             said = {
                 weights: complete(client, name, document(number))["choices"][0]["token_ids"]
                 for weights, name in ALONE.items()
