@@ -33,7 +33,8 @@ FOUND = "Two herons and a gull."
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealGateway]:
     folder = tmp_path_factory.mktemp("served")
-    with RealGateway([], folder, {"BATON_HANDOFFS__STORE": f"file:{folder / 'handoffs'}"}) as running:
+    store = {"BATON_HANDOFFS__STORE": f"file:{folder / 'handoffs'}"}
+    with RealGateway([], folder, store, forked=True) as running:
         running.wait_until_ready()
         yield running
 

@@ -126,7 +126,7 @@ async def duration(gateway: RealGateway, bodies: list[dict[str, Any]]) -> float:
     return time.monotonic() - began
 
 
-@pytest.mark.parametrize("aborts", [40, pytest.param(1000, marks=pytest.mark.chaos)])
+@pytest.mark.parametrize("aborts", [20, pytest.param(1000, marks=pytest.mark.chaos)])
 @pytest.mark.fault("D9")
 @pytest.mark.timeout(900)
 def test_aborts_during_loads_and_saves_lose_no_block(

@@ -31,7 +31,7 @@ def test_vllm_s_flags_act_and_the_terminal_talks_to_the_gateway(tmp_path: Path) 
     line = ["--config", str(flags), "--max-model-len", "1024", "--handoff"]
     line += ["--ssl-certfile", str(cert), "--ssl-keyfile", str(key)]
     store = {"BATON_HANDOFFS__STORE": f"file:{tmp_path}/store", "BATON_HANDOFFS__AUTO": "off"}
-    with RealGateway(line, tmp_path, store) as gateway:
+    with RealGateway(line, tmp_path, store, forked=True) as gateway:
         gateway.wait_until_ready()
         assert gateway.url.startswith("https://127.0.0.1:")
         assert gateway.url.endswith("/llm")

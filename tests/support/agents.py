@@ -31,7 +31,7 @@ def agent_gateway(folder: Path) -> Iterator[RealGateway]:
     tenants = [tenant for name in AGENTS for tenant in (name, f"{name}-other")]
     keys = {tenant: create_key(folder / "keys.json", tenant) for tenant in tenants}
     arguments = ["--config", str(folder / "baton.toml"), "--port", str(free_port())]
-    with RealGateway(arguments, folder) as running:
+    with RealGateway(arguments, folder, forked=True) as running:
         running.keys = keys
         running.wait_until_ready()
         yield running
