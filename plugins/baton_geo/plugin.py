@@ -59,13 +59,20 @@ VECTOR_OUTPUTS = ("embeddings", "scene")
 
 
 @dataclass(frozen=True)
-class Shown:
-    """A request that gets a preview whatever its outputs are, because its result is described to a model."""
+class Prepared:
+    """A request that the gateway changed for what it does with the answer.
+
+    Attributes:
+        shown: it gets a preview whatever its outputs are, because its result is described to a model.
+        if_few: polygons are left out where there are too many, because it names no outputs.
+    """
 
     request: PluginRequest
+    shown: bool = False
+    if_few: bool = False
 
 
-class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
+class GeoProcessor(IOProcessor[PluginRequest | Prepared, GeoAnswer]):
     """The plugin; see the module.
 
     Args:
@@ -113,14 +120,18 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
         """
         return UploadRequest(file, options_of_query(query, accept))
 
-    def for_files(self, data: PluginRequest) -> PluginRequest:
+    def for_files(self, data: PluginRequest) -> PluginRequest | Prepared:
         """Ask for every output that lasts, if the request names none."""
         lasting = LASTING if self._card.value is None else LASTING_VALUES
         wider = {"outputs": lasting if self._card.embedding is None else LASTING_VECTORS}
+        options = data.options if isinstance(data, UploadRequest) else data
+        if "outputs" in options.model_fields_set:
+            return data
         if isinstance(data, UploadRequest):
-            named = "outputs" in data.options.model_fields_set
-            return data if named else UploadRequest(data.file, data.options.model_copy(update=wider))
-        return data if "outputs" in data.model_fields_set else data.model_copy(update=wider)
+            data = UploadRequest(data.file, data.options.model_copy(update=wider))
+        else:
+            data = data.model_copy(update=wider)
+        return Prepared(data, if_few=True)
 
     def progress(self, request_id: str) -> dict[str, int]:
         """Count a running request's tiles, those of them that are done, and the bytes fetched."""
@@ -133,14 +144,15 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
             }
         return {}
 
-    def for_description(self, data: PluginRequest) -> Shown:
+    def for_description(self, data: PluginRequest) -> Prepared:
         """Ask for a preview too, for `describe`."""
-        return Shown(data)
+        return Prepared(data, shown=True)
 
     async def pre_process_async(
-        self, prompt: PluginRequest | Shown, request_id: str | None = None, **kwargs: Any
+        self, prompt: PluginRequest | Prepared, request_id: str | None = None, **kwargs: Any
     ) -> AsyncIterator[dict[str, Any]]:
-        request, shown = (prompt.request, True) if isinstance(prompt, Shown) else (prompt, False)
+        prepared = prompt if isinstance(prompt, Prepared) else Prepared(prompt)
+        request = prepared.request
         if isinstance(request, UploadRequest):
             raster: Raster = Spooled(request.file)
         elif isinstance(request, GeoRequest) and not request.partial:
@@ -149,7 +161,7 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
             raster = await open_inputs(self._sources, request, self._card)
         # Opening may wait for a free decoder, so it must not hold the threads that open scenes need. It also
         # takes processor time: opened one after the other, the first scenes reach the engine sooner.
-        opening = _in_threads(self._open_threads, self._open, raster, request, request_id, shown)
+        opening = _in_threads(self._open_threads, self._open, raster, prepared, request_id)
         try:
             running = await asyncio.shield(opening)
         except asyncio.CancelledError:
@@ -172,16 +184,17 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
             await _in_threads(self._tile_threads, running.scene.finish)  # says that every pixel is nodata
 
     def pre_process(
-        self, prompt: PluginRequest | Shown, request_id: str | None = None, **kwargs: Any
+        self, prompt: PluginRequest | Prepared, request_id: str | None = None, **kwargs: Any
     ) -> Sequence[dict[str, Any]]:
-        request, shown = (prompt.request, True) if isinstance(prompt, Shown) else (prompt, False)
+        prepared = prompt if isinstance(prompt, Prepared) else Prepared(prompt)
+        request = prepared.request
         if isinstance(request, UploadRequest):
             raster: Raster = Spooled(request.file)
         elif isinstance(request, GeoRequest) and not request.partial:
             raster = self._sources.open_sync(request)
         else:
             raster = open_inputs_sync(self._sources, request, self._card)
-        running = self._open(raster, request, request_id, shown)
+        running = self._open(raster, prepared, request_id)
         try:
             prompts = self._all_prompts(running)
         except BaseException:
@@ -209,9 +222,8 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
             running.scene.finish()  # says that every pixel is nodata
         return prompts
 
-    def _open(
-        self, raster: Raster, request: PluginRequest, request_id: str | None, shown: bool
-    ) -> RunningScene:
+    def _open(self, raster: Raster, prepared: Prepared, request_id: str | None) -> RunningScene:
+        request = prepared.request
         options = request.options if isinstance(request, UploadRequest) else request
         try:
             options = self._with_outputs(options)
@@ -219,7 +231,7 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
             raster.close()
             raise
         inputs = raster if isinstance(raster, Inputs) else None
-        preview = (shown and self._card.embedding is None) or "preview" in options.outputs
+        preview = (prepared.shown and self._card.embedding is None) or "preview" in options.outputs
         asked = SceneRequest(
             card=self._card,
             limits=self._settings.limits,
@@ -231,6 +243,7 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
             scale=options.scale,
             offset=options.offset,
             sieve=options.sieve,
+            if_few=prepared.if_few,
             name=request_id,
             date=options.dates[0].isoformat() if options.dates else None,
             **{output: output in options.outputs for output in FILES} | {"preview": preview},
@@ -312,6 +325,10 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
     def output_to_files(self, output: FinishedScene) -> list[tuple[str, str, Path]]:
         """List name, media type and path of each output."""
         return output.files()
+
+    def left_out(self, output: FinishedScene) -> dict[str, str]:
+        """Name the files that were not made though they were wanted, each with the note why."""
+        return output.left_out()
 
     def output_to_response(self, output: FinishedScene) -> IOProcessorResponse[GeoAnswer]:
         """Make the JSON answer."""

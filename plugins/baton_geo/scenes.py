@@ -239,6 +239,10 @@ class FinishedScene:
             if (path := getattr(self.products, product)) is not None
         ]
 
+    def left_out(self) -> dict[str, str]:
+        """Name the files that were not made though they were wanted, each with the note why."""
+        return {FILES[output][0]: reason for output, reason in self.products.left_out.items()}
+
     def describe(self) -> tuple[str, tuple[str, Path] | None]:
         """Describe the areas in one line; with media type and path of the preview, if there is one."""
         values = self._values()

@@ -18,9 +18,9 @@ from geo.prithvi.published import REGRESSION, SIX
 from geo.raster.made import write_tiff
 from geo.sources.hosts import left
 
-from baton_geo.contract import GeoAnswer
+from baton_geo.contract import LASTING, GeoAnswer, UploadRequest
 from baton_geo.errors import RequestInvalid
-from baton_geo.plugin import GeoProcessor, with_fingerprint
+from baton_geo.plugin import GeoProcessor, Prepared, with_fingerprint
 from baton_geo.prithvi import card_of
 from training.flood_tiny.predict import SHIPPED
 
@@ -145,6 +145,26 @@ def test_an_output_of_the_other_kind_is_refused(
     with pytest.raises(RequestInvalid, match=f"data.outputs: {output} is not among what this model gives"):
         processor.pre_process(processor.parse_data(request))
     assert left(tmp_path / "spool") == []
+
+
+def test_polygons_that_nobody_named_may_be_left_out(start: Start, tmp_path: Path) -> None:
+    """Of JSON and of an upload; who names them gets them or a refusal."""
+    processor = start(tmp_path)
+    for named in (False, True):
+        asked = {"outputs": ["mask", "polygons"]} if named else {}
+        query = {"outputs": "mask,polygons"} if named else {}
+        for request in (
+            processor.parse_data({"data": "AAAA", "data_format": "b64_json", **asked}),
+            processor.parse_upload(tmp_path, "image/tiff", query, ()),
+        ):
+            wider = processor.for_files(request)
+            if named:
+                assert wider is request
+                continue
+            assert isinstance(wider, Prepared)
+            assert wider.if_few
+            options = wider.request.options if isinstance(wider.request, UploadRequest) else wider.request
+            assert options.outputs == LASTING
 
 
 def encoder() -> dict[str, Any]:

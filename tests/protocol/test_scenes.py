@@ -96,6 +96,31 @@ def test_a_scene_is_done_and_its_files_stay(tmp_path: Path) -> None:
         assert not list((tmp_path / "scenes").iterdir())
 
 
+def test_a_file_that_was_left_out_is_said_to_be(tmp_path: Path) -> None:
+    """The job is done and names it with the reason, which is the 404's too; OGC clients read it as well."""
+
+    class Partly(Files):
+        def left_out(self, _output: Any) -> dict[str, str]:
+            return {"mask.gpkg": "polygons_left_out: there are too many"}
+
+    with gateway_of(tmp_path, Partly(tmp_path)) as gateway, gateway.client() as client:
+        where = client.post("/v1/scenes", json=BODY).headers["location"]
+        shown = finished(client, where)
+        assert (shown["state"], [file["name"] for file in shown["files"]]) == (
+            "done",
+            ["mask.tif", "preview.png"],
+        )
+        assert shown["left_out"] == [{"name": "mask.gpkg", "reason": "polygons_left_out: there are too many"}]
+        missing = client.get(f"{where}/mask.gpkg")
+        assert (missing.status_code, missing.json()["error"]["code"]) == (404, "scene_not_found")
+        assert "polygons_left_out: there are too many" in missing.json()["error"]["message"]
+        assert (
+            client.get(f"{where}/mask.gpk").json()["error"]["message"] != missing.json()["error"]["message"]
+        )
+        status = client.get(f"/ogc/jobs/{shown['id']}").json()
+        assert (status["status"], "polygons_left_out" in status["message"]) == ("successful", True)
+
+
 def test_an_upload_is_a_job_too(tmp_path: Path) -> None:
     """As for `/pooling`; its file goes when the job is over."""
     spool = tmp_path / "spool"
@@ -174,7 +199,10 @@ class Stub:
         async def close() -> None:
             return None
 
-        return SimpleNamespace(files=files, close=close)
+        async def left_out() -> dict[str, str]:
+            return {}
+
+        return SimpleNamespace(files=files, left_out=left_out, close=close)
 
 
 async def one(jobs: SceneJobs, file: Path, tenant: str, key: str = "", size: int = 1) -> Job:
@@ -255,7 +283,9 @@ async def test_jobs_that_end_at_once_keep_to_the_budget_together(tmp_path: Path)
     file.write_bytes(b"x" * 80)
     jobs = jobs_of(tmp_path / "scenes", budget=100)
     ended = await asyncio.gather(*(one(jobs, file, tenant) for tenant in "abcd"), return_exceptions=True)
-    assert all(isinstance(job, Job | SceneNotFound) for job in ended), ended  # not found: it made room already
+    assert all(isinstance(job, Job | SceneNotFound) for job in ended), (
+        ended
+    )  # not found: it made room already
     kept = [job for tenant in "abcd" for job in await jobs.listed(tenant) if job.state == "done"]
     assert [job.bytes for job in kept] == [80]
 

@@ -89,6 +89,7 @@ class Job:
         finished_at: None: it is not.
         expires_at: until when it is kept; None: it is not finished.
         error: code, message and whether it may be sent again; None: it has not failed.
+        left_out: the reason, by name of a file that was wanted and is not made.
         progress: how far it came, as its plugin says.
     """
 
@@ -103,6 +104,7 @@ class Job:
     expires_at: float | None = None
     error: dict[str, Any] | None = None
     files: tuple[KeptFile, ...] = ()
+    left_out: dict[str, str] = field(default_factory=dict)
     progress: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -272,7 +274,7 @@ class SceneJobs:
         """Find a file of a job.
 
         Raises:
-            SceneNotFound: there is no such job or file.
+            SceneNotFound: there is no such job or file; of one that was left out it says why.
             SceneNotReady: the job is not done.
         """
         job = await self.get(job_id, tenant)
@@ -280,7 +282,8 @@ class SceneJobs:
             raise SceneNotReady()
         found = next((file for file in job.files if file.name == name), None)
         if found is None:
-            raise SceneNotFound()
+            reason = job.left_out.get(name)
+            raise SceneNotFound(reason and f"The scene has no file '{name}': {reason}")
         return self._folder / job.id / FILES / found.name, found
 
     async def delete(self, job_id: str, tenant: str) -> None:
@@ -314,7 +317,8 @@ class SceneJobs:
                 answer = await running.runner.run(work, running.context, keep=True)
                 try:
                     progress = await running.runner.progress(running.context)
-                    running.job = replace(running.job, progress=progress)
+                    left_out = await answer.left_out()
+                    running.job = replace(running.job, progress=progress, left_out=left_out)
                     files = await in_own_thread(self._keep, running, await answer.files())
                 finally:
                     await answer.close()

@@ -244,10 +244,15 @@ class OpenScene:
                 raise ValueError(f"{missing} of {len(self._tiles)} tiles are not done")
             send(self._child.sock, {"do": "finish"}, deadline=self._deadline)
             tally = self._parsed(Tally, "tally", self._receive(self._deadline))
+            left_out = {
+                output: reason
+                for output, reason in tally.left_out.items()
+                if self._request.if_few and getattr(self._request, output)
+            }
             wanted = {
                 output: self._product(name)
                 for output, (name, _) in FILES.items()
-                if getattr(self._request, output)
+                if getattr(self._request, output) and output not in left_out
             }
             return Products(
                 table=self._product(TABLE) if self._request.embeddings else None,
@@ -256,6 +261,7 @@ class OpenScene:
                 nodata_pixels=tally.nodata_pixels,
                 values=tally.values,
                 notes=tally.notes,
+                left_out=left_out,
             )
 
     def close(self) -> None:

@@ -336,6 +336,8 @@ def _status(request: Request, job: Job) -> Json:
         shown["finished"] = _time(job.finished_at)
     if job.error is not None:
         shown["message"] = job.error.get("message")
+    elif job.left_out:
+        shown["message"] = " ".join(f"There is no {name}: {why}." for name, why in job.left_out.items())
     return shown
 
 

@@ -240,4 +240,5 @@ def _shown(gateway: Gateway, job: Job) -> Json:
         "expires_at": None if job.expires_at is None else int(job.expires_at),
         "error": job.error,
         "files": files,
+        "left_out": [{"name": name, "reason": reason} for name, reason in job.left_out.items()],
     }
