@@ -42,6 +42,8 @@ from baton_geo.inputs import Inputs, open_inputs, open_inputs_sync
 from baton_geo.prithvi import PrithviConfig, card_of
 from baton_geo.raster.decoders import Decoders
 from baton_geo.raster.messages import FILES, SceneRequest
+from baton_geo.raster.pixels.bands import require_one_a_band
+from baton_geo.raster.pixels.calibration import each_band
 from baton_geo.scenes import Coordinates, FinishedScene, RunningScene, RunningScenes, prompt
 from baton_geo.settings import geo_settings
 from baton_geo.sources import Sources
@@ -151,7 +153,7 @@ class GeoProcessor(IOProcessor[PluginRequest | Prepared, GeoAnswer]):
     async def pre_process_async(
         self, prompt: PluginRequest | Prepared, request_id: str | None = None, **kwargs: Any
     ) -> AsyncIterator[dict[str, Any]]:
-        prepared = prompt if isinstance(prompt, Prepared) else Prepared(prompt)
+        prepared, options = self._checked(prompt)
         request = prepared.request
         if isinstance(request, UploadRequest):
             raster: Raster = Spooled(request.file)
@@ -161,7 +163,7 @@ class GeoProcessor(IOProcessor[PluginRequest | Prepared, GeoAnswer]):
             raster = await open_inputs(self._sources, request, self._card)
         # Opening may wait for a free decoder, so it must not hold the threads that open scenes need. It also
         # takes processor time: opened one after the other, the first scenes reach the engine sooner.
-        opening = _in_threads(self._open_threads, self._open, raster, prepared, request_id)
+        opening = _in_threads(self._open_threads, self._open, raster, prepared, options, request_id)
         try:
             running = await asyncio.shield(opening)
         except asyncio.CancelledError:
@@ -186,7 +188,7 @@ class GeoProcessor(IOProcessor[PluginRequest | Prepared, GeoAnswer]):
     def pre_process(
         self, prompt: PluginRequest | Prepared, request_id: str | None = None, **kwargs: Any
     ) -> Sequence[dict[str, Any]]:
-        prepared = prompt if isinstance(prompt, Prepared) else Prepared(prompt)
+        prepared, options = self._checked(prompt)
         request = prepared.request
         if isinstance(request, UploadRequest):
             raster: Raster = Spooled(request.file)
@@ -194,7 +196,7 @@ class GeoProcessor(IOProcessor[PluginRequest | Prepared, GeoAnswer]):
             raster = self._sources.open_sync(request)
         else:
             raster = open_inputs_sync(self._sources, request, self._card)
-        running = self._open(raster, prepared, request_id)
+        running = self._open(raster, prepared, options, request_id)
         try:
             prompts = self._all_prompts(running)
         except BaseException:
@@ -222,14 +224,25 @@ class GeoProcessor(IOProcessor[PluginRequest | Prepared, GeoAnswer]):
             running.scene.finish()  # says that every pixel is nodata
         return prompts
 
-    def _open(self, raster: Raster, prepared: Prepared, request_id: str | None) -> RunningScene:
+    def _checked(self, prompt: PluginRequest | Prepared) -> tuple[Prepared, GeoOptions]:
+        """Check what the card alone decides, before a file is fetched; return the request and its options.
+
+        Raises:
+            RequestInvalid: outputs, or numbers of bands or dates, are not this model's.
+        """
+        prepared = prompt if isinstance(prompt, Prepared) else Prepared(prompt)
         request = prepared.request
-        options = request.options if isinstance(request, UploadRequest) else request
-        try:
-            options = self._with_outputs(options)
-        except BaseException:
-            raster.close()
-            raise
+        options = self._with_outputs(request.options if isinstance(request, UploadRequest) else request)
+        if options.indices is not None:
+            require_one_a_band(self._card, options.indices)
+        for name, neutral in ("scale", 1.0), ("offset", 0.0):
+            each_band(self._card, name, getattr(options, name), neutral)
+        self._coordinates.require_dates(options)
+        return prepared, options
+
+    def _open(
+        self, raster: Raster, prepared: Prepared, options: GeoOptions, request_id: str | None
+    ) -> RunningScene:
         inputs = raster if isinstance(raster, Inputs) else None
         preview = (prepared.shown and self._card.embedding is None) or "preview" in options.outputs
         asked = SceneRequest(
