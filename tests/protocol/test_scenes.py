@@ -351,6 +351,18 @@ async def test_jobs_that_end_at_once_keep_to_the_budget_together(tmp_path: Path)
     assert [job.bytes for job in kept] == [80]
 
 
+async def test_a_job_that_is_done_and_not_gone_counts_once(tmp_path: Path) -> None:
+    """Its record tells its bytes already, and it may make room; what cannot fit takes nothing away."""
+    file = tmp_path / "mask.tif"
+    file.write_bytes(b"x" * 80)
+    jobs = jobs_of(tmp_path / "scenes", budget=100)
+    done = await one(jobs, file, "a")
+    assert not jobs._make_room("b", 80, {"scene-other": 40})
+    assert [job.id for job in await jobs.listed("a")] == [done.id]
+    assert jobs._make_room("b", 80, {done.id: 80})
+    assert await jobs.listed("a") == []
+
+
 async def test_two_deletes_end_a_job_once_and_for_all(tmp_path: Path) -> None:
     begun, released = asyncio.Event(), list[None]()
 

@@ -439,7 +439,7 @@ class SceneJobs:
         kept = tuple(KeptFile(file.name, file.media_type, file.path.stat().st_size) for file in files)
         need = sum(file.bytes for file in kept)
         with self._keeping:
-            held = sum(each.copied for each in list(self._running.values()) if each is not running)
+            held = {each.job.id: each.copied for each in list(self._running.values()) if each is not running}
             if need > self._settings.budget or not self._make_room(job.tenant, need, beside=held):
                 return None
             running.copied = need
@@ -453,15 +453,17 @@ class SceneJobs:
             shutil.rmtree(folder / FILES, ignore_errors=True)
         return kept
 
-    def _make_room(self, tenant: str, need: int, beside: int) -> bool:
+    def _make_room(self, tenant: str, need: int, beside: dict[str, int]) -> bool:
         """Remove the oldest finished jobs of the tenants with most bytes, until there is room.
 
         Args:
             tenant: that needs it; what it needs counts as its own already.
-            beside: bytes that jobs which end now have copied.
+            beside: bytes that each job which ends now has copied; counted until its record tells them.
         """
-        budget = self._settings.budget - beside
         done = sorted((job for job in self._every() if job.state == "done"), key=lambda job: job.created_at)
+        told = {job.id for job in done}
+        budget = self._settings.budget - sum(size for name, size in beside.items() if name not in told)
+        victims = []
         used = Counter({tenant: need})
         for job in done:
             used[job.tenant] += job.bytes
@@ -469,8 +471,12 @@ class SceneJobs:
             victim = max(done, key=lambda job: used[job.tenant])  # of equals the first, which is the oldest
             done.remove(victim)
             used[victim.tenant] -= victim.bytes
+            victims.append(victim)
+        if used.total() > budget:
+            return False  # none goes for what does not fit anyway
+        for victim in victims:
             shutil.rmtree(self._folder / victim.id, ignore_errors=True)
-        return used.total() <= budget
+        return True
 
 
 def _job_of(folder: Path) -> Job:
