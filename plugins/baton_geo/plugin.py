@@ -58,6 +58,17 @@ CLASS_OUTPUTS: tuple[str, ...] = tuple(output for output in FILES if output not 
 VALUE_OUTPUTS = ("value", "preview", "scene", "classes")
 WEIGHTS = (".safetensors", ".pt", ".pth", ".bin")
 VECTOR_OUTPUTS = ("embeddings", "scene")
+TITLES = {
+    "mask": "Class of each pixel",
+    "probabilities": "Probability of each class",
+    "preview": "Picture of the result over the scene",
+    "polygons": "Polygons of the classes",
+    "geopackage": "The same polygons as a GeoPackage",
+    "style": "Style of the mask for QGIS",
+    "item": "STAC item of the files",
+    "embeddings": "Vector of each patch",
+}
+"""What each output is that lasts; a regression's `value` has its name from the card."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +103,9 @@ class GeoProcessor(IOProcessor[PluginRequest | Prepared, GeoAnswer]):
         super().__init__(vllm_config, renderer)
         hf_config = vllm_config.model_config.hf_config.to_dict()
         self._card = with_fingerprint(card_of(hf_config), hf_config, vllm_config.model_config)
+        self._lasting = LASTING if self._card.value is None else LASTING_VALUES
+        if self._card.embedding is not None:
+            self._lasting = LASTING_VECTORS
         self._coordinates = Coordinates(PrithviConfig.from_hf(hf_config))
         self._settings = geo_settings(vllm_config.additional_config)
         prepare_folder(self._settings.spool)
@@ -124,8 +138,7 @@ class GeoProcessor(IOProcessor[PluginRequest | Prepared, GeoAnswer]):
 
     def for_files(self, data: PluginRequest) -> PluginRequest | Prepared:
         """Ask for every output that lasts, if the request names none."""
-        lasting = LASTING if self._card.value is None else LASTING_VALUES
-        wider = {"outputs": lasting if self._card.embedding is None else LASTING_VECTORS}
+        wider = {"outputs": self._lasting}
         options = data.options if isinstance(data, UploadRequest) else data
         if "outputs" in options.model_fields_set:
             return data
@@ -134,6 +147,16 @@ class GeoProcessor(IOProcessor[PluginRequest | Prepared, GeoAnswer]):
         else:
             data = data.model_copy(update=wider)
         return Prepared(data, if_few=True)
+
+    @property
+    def lasting(self) -> dict[str, tuple[str, str, str]]:
+        """Title, file name and media type of each output that `for_files` asks for."""
+        titles = TITLES
+        if self._card.value is not None:
+            name, unit = self._card.value.name, self._card.value.unit
+            title = f"{name[:1].upper()}{name[1:]} of each pixel"
+            titles = TITLES | {"value": f"{title}, {unit}" if unit else title}
+        return {output: (titles[output], *FILES[output]) for output in self._lasting}
 
     def progress(self, request_id: str) -> dict[str, int]:
         """Count a running request's tiles, those of them that are done, and the bytes fetched."""

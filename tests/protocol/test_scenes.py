@@ -17,7 +17,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
+from geo.prithvi.published import SIX
+from geo.raster.made import write_tiff
+from geo.test_plugin import encoder, regression
 from protocol.test_ways import SCENE, map_engine
 from support.gateways import FakeGateway, Held, run_fake
 from support.plugin_gateways import until
@@ -246,6 +250,8 @@ def jobs_of(folder: Path, **settings: Any) -> SceneJobs:
 
 class Stub:
     """A runner whose answer is one file."""
+
+    plugin = SimpleNamespace(lasting={})
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -579,6 +585,53 @@ def test_ogc_clients_run_the_same_jobs(tmp_path: Path) -> None:
             gone = client.get(path)
             assert (gone.status_code, gone.json()["type"].rpartition("/")[2]) == (404, kind)
             assert gone.json()["error"]["request_id"]
+
+
+KINDS: dict[str, tuple[Any, dict[str, str]]] = {
+    "classes": (
+        None,
+        {
+            "mask": "Class of each pixel", "probabilities": "Probability of each class",
+            "preview": "Picture of the result over the scene", "polygons": "Polygons of the classes",
+            "geopackage": "The same polygons as a GeoPackage", "style": "Style of the mask for QGIS",
+            "item": "STAC item of the files",
+        },
+    ),
+    "values": (
+        regression,
+        {"value": "Value of each pixel, Mg/ha", "preview": "Picture of the result over the scene"},
+    ),
+    "vectors": (encoder, {"embeddings": "Vector of each patch"}),
+}  # fmt: skip
+"""By kind of model, its config.json and its outputs."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_process_is_described_as_the_models_card_says(tmp_path: Path, kind: str) -> None:
+    """Outputs of its kind alone; one that asks for all of them by name has each in its results, as described."""
+    config, titles = KINDS[kind]
+    (tmp_path / "spool").mkdir()
+    pixels = np.random.default_rng(1).integers(900, 2000, (6, 64, 64)).astype("int16")
+    path = write_tiff(tmp_path / "a.tif", pixels, tuple(SIX))
+    with (
+        map_engine(tmp_path / "spool", config and config()) as engine,
+        run_fake(engine, FakeEngine("other"), scenes={"folder": tmp_path / "scenes"}) as gateway,
+        gateway.client() as client,
+    ):
+        described = client.get("/ogc/processes/map").json()
+        assert {name: output["title"] for name, output in described["outputs"].items()} == titles
+        assert ("sieve" in described["inputs"]) == (kind == "classes")
+        scene = {"value": base64.b64encode(path.read_bytes()).decode(), "mediaType": "image/tiff"}
+        for outputs in ({}, {"outputs": {name: {} for name in titles}}):
+            body = {"inputs": {"scene": scene}, **outputs}
+            where = client.post("/ogc/processes/map/execution", json=body).headers["location"]
+            assert until(lambda: client.get(where).json()["status"] in ("successful", "failed"))  # noqa: B023
+            assert client.get(where).json()["status"] == "successful", client.get(where).json()
+            results = client.get(f"{where}/results").json()
+            table = {"embeddings.parquet"} if kind == "vectors" else set()
+            assert set(results) - table == set(titles)
+            for name, output in described["outputs"].items():
+                assert results[name]["type"] == output["schema"]["contentMediaType"]
 
 
 BOXES = [

@@ -71,11 +71,13 @@ class KeptFile:
     Attributes:
         name: file name, without a folder.
         bytes: its size.
+        output: what the plugin calls it in a request; empty: it has no name there.
     """
 
     name: str
     media_type: str
     bytes: int
+    output: str = ""
 
 
 @dataclass(frozen=True)
@@ -436,7 +438,11 @@ class SceneJobs:
     def _keep(self, running: _Running, files: list[ResultFile]) -> tuple[KeptFile, ...] | None:
         """Copy a job's files into its folder; None: they do not fit into the budget."""
         job = running.job
-        kept = tuple(KeptFile(file.name, file.media_type, file.path.stat().st_size) for file in files)
+        named = {name: output for output, (_, name, _) in running.runner.plugin.lasting.items()}
+        kept = tuple(
+            KeptFile(file.name, file.media_type, file.path.stat().st_size, named.get(file.name, ""))
+            for file in files
+        )
         need = sum(file.bytes for file in kept)
         with self._keeping:
             held = {each.job.id: each.copied for each in list(self._running.values()) if each is not running}
