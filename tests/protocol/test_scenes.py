@@ -31,6 +31,7 @@ from baton.config.groups import SceneSettings
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
 from baton.errors import GatewayOverloaded, IdempotencyKeyReused, SceneNotFound, SceneNotReady
 from baton.http.routes.processes import data_of
+from baton.pooling import jobs as jobs_module
 from baton.pooling.jobs import Job, SceneJobs
 from baton.pooling.plugin import ResultFile
 from baton.telemetry.ids import RequestContext
@@ -460,6 +461,27 @@ async def test_an_error_of_our_own_ends_the_job(tmp_path: Path) -> None:
     assert failed.error is not None
     assert (failed.state, failed.error["code"]) == ("failed", "internal_error")
     assert "secret" not in str(failed.error)
+
+
+async def test_of_failed_jobs_the_last_ones_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each tenant, also of those that a gateway lost; what is done stays."""
+    monkeypatch.setattr(jobs_module, "FAILED_KEPT", 3)
+    (file := tmp_path / "mask.tif").write_bytes(b"mask")
+    now = [0.0]
+    jobs = jobs_of(tmp_path / "scenes", wall=lambda: now[0])
+    done = await one(jobs, file, "acme")
+    other = await one(jobs, tmp_path / "none.tif", "other")
+    assert (done.state, other.state) == ("done", "failed")
+    lost = Job("scene-" + "0" * 32, "acme", "m", "running", 0.0)
+    (tmp_path / "scenes" / lost.id).mkdir()
+    jobs._write(lost)
+    failed: list[str] = []
+    for _ in range(5):
+        now[0] += 1
+        failed.append((await one(jobs, tmp_path / "none.tif", "acme")).id)
+    assert {job.id for job in await jobs.listed("acme")} == {done.id, *failed[-3:]}
+    assert [job.id for job in await jobs.listed("other")] == [other.id]
+    assert len(list((tmp_path / "scenes").iterdir())) == 5
 
 
 async def test_a_closed_gateway_says_so_too(tmp_path: Path) -> None:

@@ -62,6 +62,10 @@ TOO_LARGE = {
     "retryable": False,
 }
 RETRY_AFTER_S = 30
+FAILED_KEPT = 100
+"""Failed jobs of a tenant whose records stay until they expire: they take no part of the budget, and whoever
+sends what fails again and again reads the last ones at most.
+"""
 
 
 @dataclass(frozen=True)
@@ -342,7 +346,7 @@ class SceneJobs:
             job = replace(running.job, state=state, error=error, finished_at=now, expires_at=expires_at)
             try:
                 with contextlib.suppress(OSError):  # the folder was removed, or the disk is full
-                    await asyncio.shield(asyncio.ensure_future(self._note(running, job)))
+                    await asyncio.shield(asyncio.ensure_future(self._note_end(running, job)))
             finally:  # also where it is cancelled once more
                 os.close(running.lock)
                 del self._running[job.id]
@@ -351,6 +355,18 @@ class SceneJobs:
     async def _note(self, running: _Running, job: Job) -> None:
         running.job = job
         await in_own_thread(self._write_newest, running)
+
+    async def _note_end(self, running: _Running, job: Job) -> None:
+        await self._note(running, job)
+        if job.state == "failed":
+            await in_own_thread(self._drop_failed, job.tenant)
+
+    def _drop_failed(self, tenant: str) -> None:
+        """Remove the oldest failed jobs of a tenant beyond `FAILED_KEPT`."""
+        failed = [job for job in self._every() if (job.tenant, job.state) == (tenant, "failed")]
+        failed.sort(key=lambda job: job.finished_at or 0.0)
+        for job in failed[:-FAILED_KEPT]:
+            shutil.rmtree(self._folder / job.id, ignore_errors=True)
 
     def _make(self, job: Job, work: Json | Upload, sent: bytes | None) -> int:
         """Make a job's folder, and return the descriptor that locks it."""
