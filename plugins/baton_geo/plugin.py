@@ -116,6 +116,8 @@ class GeoProcessor(IOProcessor[PluginRequest | Prepared, GeoAnswer]):
         self._scenes = RunningScenes(self._settings.limits.seconds)
         weakref.finalize(self, self._scenes.close)  # also at the end of the process
         self._open_threads = ThreadPoolExecutor(len(os.sched_getaffinity(0)), "geo-open")
+        # A host that is slow to send ranges holds half of the decoders at most, and no thread of the above.
+        self._range_threads = ThreadPoolExecutor(max(1, self._settings.decoders // 2), "geo-range")
         self._tile_threads = ThreadPoolExecutor(2 * self._settings.decoders, "geo-tile")
 
     def parse_data(self, data: object) -> PluginRequest:
@@ -186,7 +188,9 @@ class GeoProcessor(IOProcessor[PluginRequest | Prepared, GeoAnswer]):
             raster = await open_inputs(self._sources, request, self._card)
         # Opening may wait for a free decoder, so it must not hold the threads that open scenes need. It also
         # takes processor time: opened one after the other, the first scenes reach the engine sooner.
-        opening = _in_threads(self._open_threads, self._open, raster, prepared, options, request_id)
+        ranged = isinstance(raster, Inputs) and raster.ranged
+        threads = self._range_threads if ranged else self._open_threads
+        opening = _in_threads(threads, self._open, raster, prepared, options, request_id)
         try:
             running = await asyncio.shield(opening)
         except asyncio.CancelledError:
@@ -384,6 +388,7 @@ class GeoProcessor(IOProcessor[PluginRequest | Prepared, GeoAnswer]):
         self._scenes.close()
         self._decoders.close()
         self._open_threads.shutdown(wait=False)
+        self._range_threads.shutdown(wait=False)
         self._tile_threads.shutdown(wait=False)
 
     def forget(self, request_id: str) -> None:
