@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,6 +19,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import psutil
 import pytest
 from geo.prithvi.published import SIX
 from geo.raster.made import write_tiff
@@ -555,6 +557,37 @@ def test_a_map_is_kept_with_all_that_qgis_opens(tmp_path: Path) -> None:
         )
         assert package.content.startswith(b"SQLite format 3\0")
         assert until(lambda: not list(spool.iterdir()))
+
+
+@pytest.mark.fault("F23")
+def test_a_deleted_map_frees_its_process_and_files(tmp_path: Path) -> None:
+    """While its tiles are in the engine: its only decoder, its process and all its files are free at the answer."""
+    spool = tmp_path / "spool"
+    spool.mkdir()
+    reached, upload = threading.Event(), {"content-type": "image/tiff"}
+
+    async def never() -> None:
+        reached.set()
+        await asyncio.Event().wait()
+
+    with (
+        map_engine(spool, decoders=1) as engine,
+        run_fake(engine, FakeEngine("other"), scenes={"folder": tmp_path / "scenes"}) as gateway,
+        gateway.client() as client,
+    ):
+        engine.until = never
+        begun = client.post("/v1/scenes?model=map", content=SCENE.read_bytes(), headers=upload)
+        assert reached.wait(20)
+        assert engine.plugin is not None
+        server = engine.plugin.instance._decoders._fork_server._server.process
+        (process,) = psutil.Process(server.pid).children()
+        client.delete(begun.headers["location"])
+        assert not list(spool.iterdir())
+        assert not list((tmp_path / "scenes").iterdir())
+        assert not process.is_running()
+        engine.until = None
+        again = client.post("/v1/scenes?model=map", content=SCENE.read_bytes(), headers=upload)
+        assert finished(client, again.headers["location"])["state"] == "done"
 
 
 def test_ogc_clients_run_the_same_jobs(tmp_path: Path) -> None:

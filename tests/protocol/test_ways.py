@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,8 +48,12 @@ class MapEngine(FakeEngine):
     """An engine with a map model's IO processor; of the shipped model it says of every pixel that it is dry."""
 
     shape = (2, 1, 1)
+    until: Callable[[], Awaitable[object]] | None = None
+    """Waited for before each answer."""
 
     async def encode(self, prompt: Any, *_: Any, **__: Any) -> Any:
+        if self.until is not None:
+            await self.until()
         dry = torch.zeros(self.shape)
         dry[0] = 1
         return SimpleNamespace(
@@ -61,11 +65,11 @@ class MapEngine(FakeEngine):
 
 
 @contextmanager
-def map_engine(spool: Path, config: dict[str, Any] | None = None) -> Iterator[MapEngine]:
+def map_engine(spool: Path, config: dict[str, Any] | None = None, **given: Any) -> Iterator[MapEngine]:
     config = config or json.loads((SHIPPED / "config.json").read_text())
     model = SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: config))
     settings: Any = SimpleNamespace(
-        model_config=model, additional_config={"baton_geo": {"spool": str(spool)}}
+        model_config=model, additional_config={"baton_geo": {"spool": str(spool), **given}}
     )
     renderer: Any = None
     with closing(GeoProcessor(settings, renderer)) as processor:
