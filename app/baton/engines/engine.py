@@ -41,7 +41,8 @@ class Plugin:
     @property
     def lasting(self) -> dict[str, tuple[str, str, str]]:
         """Title, file name and media type of each output that a kept request gets, as the plugin says."""
-        return dict(getattr(self.instance, "lasting", {}))
+        said = getattr(self.instance, "lasting", {})
+        return {str(name): (str(title), str(file), str(kind)) for name, (title, file, kind) in said.items()}
 
 
 class LocalEngine(Backend, Protocol):

@@ -15,8 +15,8 @@ from baton.errors import RangeNotSatisfiable
 RANGE = re.compile(r"(?=\d|-\d)(\d{0,300})-(\d{0,300})", re.ASCII)
 
 
-class RangedFile(FileResponse):
-    """A file that is there as long as it is sent.
+class RangedFileResponse(FileResponse):
+    """The answer with a file, or with ranges of it.
 
     Starlette refuses what the standard has ignored, and answers a file's end with plain text: what it is
     given of `Range` is only what it can send.

@@ -40,7 +40,7 @@ from baton.errors import (
 from baton.http.body.form import FILE, FormReader
 from baton.http.error_body import error_body
 from baton.http.middleware.frame import ErrorMiddleware
-from baton.http.ranged_file import RangedFile
+from baton.http.ranged_file import RangedFileResponse
 from baton.http.request import (
     FORM,
     Gateway,
@@ -232,7 +232,7 @@ async def retrieve_content(request: Request, file_id: str) -> Response:
     return _Content(path, found["filename"])
 
 
-class _Content(RangedFile):
+class _Content(RangedFileResponse):
     """The answer with a file's bytes; the file may be deleted before it is opened."""
 
     def __init__(self, path: Path, name: str) -> None:

@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse, RedirectResponse
 from baton import __version__
 from baton.engines.installed_plugins import installed_plugins, running_platform
 from baton.errors import InvalidRequest, ModelNotAllowed, ModelNotFound, NotFound
-from baton.http.ranged_file import RangedFile
+from baton.http.ranged_file import RangedFileResponse
 from baton.http.request import Gateway, context_of, gateway_of, in_a_thread, may_use
 
 # Report health and version. These are the only routes that need no API key.
@@ -95,13 +95,13 @@ HEADERS = {
 
 
 @docs_router.get("/docs")
-async def page() -> RangedFile:
+async def page() -> RangedFileResponse:
     """Return the page with the API's documentation."""
-    return RangedFile(FOLDER / "index.html", media_type="text/html", headers=HEADERS)
+    return RangedFileResponse(FOLDER / "index.html", media_type="text/html", headers=HEADERS)
 
 
 @docs_router.get("/docs/{file}")
-async def page_file(file: str) -> RangedFile:
+async def page_file(file: str) -> RangedFileResponse:
     """Return a file that the page loads.
 
     Raises:
@@ -110,7 +110,7 @@ async def page_file(file: str) -> RangedFile:
     media_type = MEDIA_TYPES.get(file)
     if media_type is None:
         raise NotFound()
-    return RangedFile(FOLDER / file, media_type=media_type, headers=HEADERS)
+    return RangedFileResponse(FOLDER / file, media_type=media_type, headers=HEADERS)
 
 
 @docs_router.get("/redoc")

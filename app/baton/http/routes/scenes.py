@@ -20,7 +20,7 @@ from baton.engines.engine import Engine
 from baton.errors import InvalidRequest, OperationUnsupported
 from baton.http.answer import engage, strip, unless_gone
 from baton.http.follow_up import FIELD
-from baton.http.ranged_file import RangedFile
+from baton.http.ranged_file import RangedFileResponse
 from baton.http.request import (
     UPLOAD_TYPES,
     Gateway,
@@ -186,7 +186,7 @@ async def get_scene_file(request: Request, scene_id: str, name: str) -> Response
     asked = [part.strip().removeprefix("W/") for part in request.headers.get("if-none-match", "").split(",")]
     if etag in asked or "*" in asked:
         return Response(status_code=304, headers=headers)
-    return RangedFile(path, media_type=file.media_type, filename=file.name, headers=headers)
+    return RangedFileResponse(path, media_type=file.media_type, filename=file.name, headers=headers)
 
 
 def _address(gateway: Gateway, job: Job) -> str:
