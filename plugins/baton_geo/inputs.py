@@ -19,7 +19,7 @@ from pathlib import Path
 from baton_fetch.fetch import RangedFile
 from baton_geo.card import Card
 from baton_geo.contract import AnyGeoRequest, Asset, AssetsRequest, Fetched, ItemRequest
-from baton_geo.errors import GeoError, RasterTooLarge
+from baton_geo.errors import GeoError, RasterTooLarge, SourceFailed
 from baton_geo.raster.messages import PAGE, FileSpec
 from baton_geo.raster.open_scene import FetchStopped
 from baton_geo.sources import Sources, ToDisk
@@ -68,6 +68,16 @@ class Inputs:
     @property
     def specs(self) -> tuple[FileSpec, ...]:
         return tuple(file.spec for file in self.files)
+
+    @property
+    def ranged(self) -> bool:
+        """Whether parts of a file are fetched as they are needed."""
+        return any(file.remote is not None for file in self.files)
+
+    @property
+    def opening_seconds(self) -> float:
+        """See `RangeFetch`."""
+        return self.sources.settings.fetch_seconds
 
     def fetched(self) -> Fetched | None:
         """Count what was fetched by ranges; None: nothing was."""
@@ -197,7 +207,7 @@ def _named(where: str) -> Iterator[None]:
     try:
         yield
     except TimeoutError:
-        raise RasterTooLarge(f"{where}: fetching took longer than the time allowed") from None
+        raise SourceFailed(f"{where}: fetching took longer than the time allowed", param=where) from None
     except GeoError as error:
         message = error.message.removeprefix("data.data: ").removeprefix(f"{where}: ")
         param = where if error.param in (None, "data.data") else error.param

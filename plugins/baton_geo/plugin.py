@@ -42,6 +42,8 @@ from baton_geo.inputs import Inputs, open_inputs, open_inputs_sync
 from baton_geo.prithvi import PrithviConfig, card_of
 from baton_geo.raster.decoders import Decoders
 from baton_geo.raster.messages import FILES, SceneRequest
+from baton_geo.raster.pixels.bands import require_one_a_band
+from baton_geo.raster.pixels.calibration import each_band
 from baton_geo.scenes import Coordinates, FinishedScene, RunningScene, RunningScenes, prompt
 from baton_geo.settings import geo_settings
 from baton_geo.sources import Sources
@@ -56,16 +58,34 @@ CLASS_OUTPUTS: tuple[str, ...] = tuple(output for output in FILES if output not 
 VALUE_OUTPUTS = ("value", "preview", "scene", "classes")
 WEIGHTS = (".safetensors", ".pt", ".pth", ".bin")
 VECTOR_OUTPUTS = ("embeddings", "scene")
+TITLES = {
+    "mask": "Class of each pixel",
+    "probabilities": "Probability of each class",
+    "preview": "Picture of the result over the scene",
+    "polygons": "Polygons of the classes",
+    "geopackage": "The same polygons as a GeoPackage",
+    "style": "Style of the mask for QGIS",
+    "item": "STAC item of the files",
+    "embeddings": "Vector of each patch",
+}
+"""What each output is that lasts; a regression's `value` has its name from the card."""
 
 
 @dataclass(frozen=True)
-class Shown:
-    """A request that gets a preview whatever its outputs are, because its result is described to a model."""
+class Prepared:
+    """A request that the gateway changed for what it does with the answer.
+
+    Attributes:
+        shown: it gets a preview whatever its outputs are, because its result is described to a model.
+        if_few: polygons are left out where there are too many, because it names no outputs.
+    """
 
     request: PluginRequest
+    shown: bool = False
+    if_few: bool = False
 
 
-class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
+class GeoProcessor(IOProcessor[PluginRequest | Prepared, GeoAnswer]):
     """The plugin; see the module.
 
     Args:
@@ -83,6 +103,9 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
         super().__init__(vllm_config, renderer)
         hf_config = vllm_config.model_config.hf_config.to_dict()
         self._card = with_fingerprint(card_of(hf_config), hf_config, vllm_config.model_config)
+        self._lasting = LASTING if self._card.value is None else LASTING_VALUES
+        if self._card.embedding is not None:
+            self._lasting = LASTING_VECTORS
         self._coordinates = Coordinates(PrithviConfig.from_hf(hf_config))
         self._settings = geo_settings(vllm_config.additional_config)
         prepare_folder(self._settings.spool)
@@ -93,6 +116,8 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
         self._scenes = RunningScenes(self._settings.limits.seconds)
         weakref.finalize(self, self._scenes.close)  # also at the end of the process
         self._open_threads = ThreadPoolExecutor(len(os.sched_getaffinity(0)), "geo-open")
+        # A host that is slow to send ranges holds half of the decoders at most, and no thread of the above.
+        self._range_threads = ThreadPoolExecutor(max(1, self._settings.decoders // 2), "geo-range")
         self._tile_threads = ThreadPoolExecutor(2 * self._settings.decoders, "geo-tile")
 
     def parse_data(self, data: object) -> PluginRequest:
@@ -113,14 +138,27 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
         """
         return UploadRequest(file, options_of_query(query, accept))
 
-    def for_files(self, data: PluginRequest) -> PluginRequest:
+    def for_files(self, data: PluginRequest) -> PluginRequest | Prepared:
         """Ask for every output that lasts, if the request names none."""
-        lasting = LASTING if self._card.value is None else LASTING_VALUES
-        wider = {"outputs": lasting if self._card.embedding is None else LASTING_VECTORS}
+        wider = {"outputs": self._lasting}
+        options = data.options if isinstance(data, UploadRequest) else data
+        if "outputs" in options.model_fields_set:
+            return data
         if isinstance(data, UploadRequest):
-            named = "outputs" in data.options.model_fields_set
-            return data if named else UploadRequest(data.file, data.options.model_copy(update=wider))
-        return data if "outputs" in data.model_fields_set else data.model_copy(update=wider)
+            data = UploadRequest(data.file, data.options.model_copy(update=wider))
+        else:
+            data = data.model_copy(update=wider)
+        return Prepared(data, if_few=True)
+
+    @property
+    def lasting(self) -> dict[str, tuple[str, str, str]]:
+        """Title, file name and media type of each output that `for_files` asks for."""
+        titles = TITLES
+        if self._card.value is not None:
+            name, unit = self._card.value.name, self._card.value.unit
+            title = f"{name[:1].upper()}{name[1:]} of each pixel"
+            titles = TITLES | {"value": f"{title}, {unit}" if unit else title}
+        return {output: (titles[output], *FILES[output]) for output in self._lasting}
 
     def progress(self, request_id: str) -> dict[str, int]:
         """Count a running request's tiles, those of them that are done, and the bytes fetched."""
@@ -133,14 +171,15 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
             }
         return {}
 
-    def for_description(self, data: PluginRequest) -> Shown:
+    def for_description(self, data: PluginRequest) -> Prepared:
         """Ask for a preview too, for `describe`."""
-        return Shown(data)
+        return Prepared(data, shown=True)
 
     async def pre_process_async(
-        self, prompt: PluginRequest | Shown, request_id: str | None = None, **kwargs: Any
+        self, prompt: PluginRequest | Prepared, request_id: str | None = None, **kwargs: Any
     ) -> AsyncIterator[dict[str, Any]]:
-        request, shown = (prompt.request, True) if isinstance(prompt, Shown) else (prompt, False)
+        prepared, options = self._checked(prompt)
+        request = prepared.request
         if isinstance(request, UploadRequest):
             raster: Raster = Spooled(request.file)
         elif isinstance(request, GeoRequest) and not request.partial:
@@ -149,7 +188,9 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
             raster = await open_inputs(self._sources, request, self._card)
         # Opening may wait for a free decoder, so it must not hold the threads that open scenes need. It also
         # takes processor time: opened one after the other, the first scenes reach the engine sooner.
-        opening = _in_threads(self._open_threads, self._open, raster, request, request_id, shown)
+        ranged = isinstance(raster, Inputs) and raster.ranged
+        threads = self._range_threads if ranged else self._open_threads
+        opening = _in_threads(threads, self._open, raster, prepared, options, request_id)
         try:
             running = await asyncio.shield(opening)
         except asyncio.CancelledError:
@@ -172,16 +213,17 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
             await _in_threads(self._tile_threads, running.scene.finish)  # says that every pixel is nodata
 
     def pre_process(
-        self, prompt: PluginRequest | Shown, request_id: str | None = None, **kwargs: Any
+        self, prompt: PluginRequest | Prepared, request_id: str | None = None, **kwargs: Any
     ) -> Sequence[dict[str, Any]]:
-        request, shown = (prompt.request, True) if isinstance(prompt, Shown) else (prompt, False)
+        prepared, options = self._checked(prompt)
+        request = prepared.request
         if isinstance(request, UploadRequest):
             raster: Raster = Spooled(request.file)
         elif isinstance(request, GeoRequest) and not request.partial:
             raster = self._sources.open_sync(request)
         else:
             raster = open_inputs_sync(self._sources, request, self._card)
-        running = self._open(raster, request, request_id, shown)
+        running = self._open(raster, prepared, options, request_id)
         try:
             prompts = self._all_prompts(running)
         except BaseException:
@@ -209,17 +251,27 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
             running.scene.finish()  # says that every pixel is nodata
         return prompts
 
+    def _checked(self, prompt: PluginRequest | Prepared) -> tuple[Prepared, GeoOptions]:
+        """Check what the card alone decides, before a file is fetched; return the request and its options.
+
+        Raises:
+            RequestInvalid: outputs, or numbers of bands or dates, are not this model's.
+        """
+        prepared = prompt if isinstance(prompt, Prepared) else Prepared(prompt)
+        request = prepared.request
+        options = self._with_outputs(request.options if isinstance(request, UploadRequest) else request)
+        if options.indices is not None:
+            require_one_a_band(self._card, options.indices)
+        for name, neutral in ("scale", 1.0), ("offset", 0.0):
+            each_band(self._card, name, getattr(options, name), neutral)
+        self._coordinates.require_dates(options)
+        return prepared, options
+
     def _open(
-        self, raster: Raster, request: PluginRequest, request_id: str | None, shown: bool
+        self, raster: Raster, prepared: Prepared, options: GeoOptions, request_id: str | None
     ) -> RunningScene:
-        options = request.options if isinstance(request, UploadRequest) else request
-        try:
-            options = self._with_outputs(options)
-        except BaseException:
-            raster.close()
-            raise
         inputs = raster if isinstance(raster, Inputs) else None
-        preview = (shown and self._card.embedding is None) or "preview" in options.outputs
+        preview = (prepared.shown and self._card.embedding is None) or "preview" in options.outputs
         asked = SceneRequest(
             card=self._card,
             limits=self._settings.limits,
@@ -231,6 +283,7 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
             scale=options.scale,
             offset=options.offset,
             sieve=options.sieve,
+            if_few=prepared.if_few,
             name=request_id,
             date=options.dates[0].isoformat() if options.dates else None,
             **{output: output in options.outputs for output in FILES} | {"preview": preview},
@@ -313,6 +366,10 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
         """List name, media type and path of each output."""
         return output.files()
 
+    def left_out(self, output: FinishedScene) -> dict[str, str]:
+        """Name the files that were not made though they were wanted, each with the note why."""
+        return output.left_out()
+
     def output_to_response(self, output: FinishedScene) -> IOProcessorResponse[GeoAnswer]:
         """Make the JSON answer."""
         return IOProcessorResponse(request_id=output.running.request_id, data=output.answer())
@@ -331,6 +388,7 @@ class GeoProcessor(IOProcessor[PluginRequest | Shown, GeoAnswer]):
         self._scenes.close()
         self._decoders.close()
         self._open_threads.shutdown(wait=False)
+        self._range_threads.shutdown(wait=False)
         self._tile_threads.shutdown(wait=False)
 
     def forget(self, request_id: str) -> None:

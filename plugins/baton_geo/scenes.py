@@ -154,6 +154,18 @@ class Coordinates:
         self._time = "time" in config.coords_encoding
         self._place = "location" in config.coords_encoding
 
+    def require_dates(self, options: GeoOptions) -> None:
+        """Require as many dates as the model has time steps, if it takes any and the request gives some.
+
+        Raises:
+            RequestInvalid: there are more or fewer.
+        """
+        if self._time and options.dates is not None and len(options.dates) != self._frames:
+            raise RequestInvalid(
+                f"data.dates: {len(options.dates)} given; this model has {self._frames} time steps.",
+                param="data.dates",
+            )
+
     def of(self, options: GeoOptions, info: SceneInfo) -> tuple[dict[str, torch.Tensor], tuple[str, ...]]:
         """Make the fields for every tile of a scene: from the request, else from the file.
 
@@ -186,11 +198,6 @@ class Coordinates:
             days = (date.fromisoformat(info.acquired[:10]),)
         if days is None:
             return None
-        if len(days) != self._frames:
-            raise RequestInvalid(
-                f"data.dates: {len(days)} given; this model has {self._frames} time steps.",
-                param="data.dates",
-            )
         return [(day.year, day.timetuple().tm_yday) for day in days]
 
 
@@ -238,6 +245,10 @@ class FinishedScene:
             for product in wanted
             if (path := getattr(self.products, product)) is not None
         ]
+
+    def left_out(self) -> dict[str, str]:
+        """Name the files that were not made though they were wanted, each with the note why."""
+        return {FILES[output][0]: reason for output, reason in self.products.left_out.items()}
 
     def describe(self) -> tuple[str, tuple[str, Path] | None]:
         """Describe the areas in one line; with media type and path of the preview, if there is one."""

@@ -53,7 +53,11 @@ class GeoSettings(ReadOnlyModel):
         (), description="Folders `data_format: path` may name files under; none: no paths."
     )
     allow_http: bool = Field(False, description="Fetch http: addresses too, not only https:.")
-    fetch_seconds: float = Field(30.0, gt=0, description="Time a fetched file may take, redirects included.")
+    fetch_seconds: float = Field(
+        30.0,
+        gt=0,
+        description="Time a fetched file may take, redirects included, and the ranges to open a scene.",
+    )
     spool: Path | None = Field(None, description="Folder for temporary files; unset: the system's.")
     decoders: int = Field(8, ge=1, le=256, description="Rasters decoded at the same time; more wait.")
     decoder_wait_s: float = Field(30.0, ge=0, description="How long they wait; then 503.")

@@ -16,11 +16,11 @@ import rasterio
 import torch
 from geo.prithvi.published import REGRESSION, SIX
 from geo.raster.made import write_tiff
-from geo.sources.hosts import left
+from geo.sources.hosts import hosting, left
 
-from baton_geo.contract import GeoAnswer
+from baton_geo.contract import LASTING, GeoAnswer, UploadRequest
 from baton_geo.errors import RequestInvalid
-from baton_geo.plugin import GeoProcessor, with_fingerprint
+from baton_geo.plugin import GeoProcessor, Prepared, with_fingerprint
 from baton_geo.prithvi import card_of
 from training.flood_tiny.predict import SHIPPED
 
@@ -32,10 +32,10 @@ def start() -> Iterator[Start]:
     """Start the processor of the shipped model with a spool folder, as vLLM does."""
     started: list[GeoProcessor] = []
 
-    def starting(spool: Path, config: dict[str, Any] | None = None) -> GeoProcessor:
+    def starting(spool: Path, config: dict[str, Any] | None = None, **given: Any) -> GeoProcessor:
         config = config or json.loads((SHIPPED / "config.json").read_text())
         model = SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: config))
-        settings = {"baton_geo": {"spool": str(spool)}}
+        settings = {"baton_geo": {"spool": str(spool), **given}}
         vllm: Any = SimpleNamespace(model_config=model, additional_config=settings)
         renderer: Any = None
         started.append(GeoProcessor(vllm, renderer))
@@ -145,6 +145,60 @@ def test_an_output_of_the_other_kind_is_refused(
     with pytest.raises(RequestInvalid, match=f"data.outputs: {output} is not among what this model gives"):
         processor.pre_process(processor.parse_data(request))
     assert left(tmp_path / "spool") == []
+
+
+def test_polygons_that_nobody_named_may_be_left_out(start: Start, tmp_path: Path) -> None:
+    """Of JSON and of an upload; who names them gets them or a refusal."""
+    processor = start(tmp_path)
+    for named in (False, True):
+        asked = {"outputs": ["mask", "polygons"]} if named else {}
+        query = {"outputs": "mask,polygons"} if named else {}
+        for request in (
+            processor.parse_data({"data": "AAAA", "data_format": "b64_json", **asked}),
+            processor.parse_upload(tmp_path, "image/tiff", query, ()),
+        ):
+            wider = processor.for_files(request)
+            if named:
+                assert wider is request
+                continue
+            assert isinstance(wider, Prepared)
+            assert wider.if_few
+            options = wider.request.options if isinstance(wider.request, UploadRequest) else wider.request
+            assert options.outputs == LASTING
+
+
+@pytest.mark.fault("F16")
+@pytest.mark.parametrize(
+    ("wrong", "param"),
+    [
+        ({"outputs": ["mask", "polygons"]}, "data.outputs"),
+        ({"indices": [0, 1]}, "indices"),
+        ({"scale": [1.0, 2.0]}, "scale"),
+        ({"offset": [0.0] * 7}, "offset"),
+        ({"dates": ["2024-05-01", "2024-06-01"]}, "data.dates"),
+    ],
+)
+async def test_what_the_card_alone_refuses_asks_no_host(
+    start: Start, tmp_path: Path, wrong: dict[str, Any], param: str
+) -> None:
+    """Of one file, a part of it, several, and an item at an address: nothing is fetched for the refusal."""
+    config = encoder()
+    config["pretrained_cfg"]["coords_encoding"] = ["time"]
+    with hosting() as host:
+        url = f"http://127.0.0.1:{host.port}/scene.tif"
+        given = {"allowed_hosts": [f"127.0.0.1:{host.port}"], "allow_http": True}
+        processor = start(tmp_path, config, **given)
+        one = {"data": url, "data_format": "url"}
+        for named in (one, one | {"window": [0, 0, 8, 8]}, {"assets": {"B02": url}}, {"item": url}):
+            if "item" in named and "indices" in wrong:
+                continue  # an item has none
+            request = processor.parse_data(named | wrong)
+            with pytest.raises(RequestInvalid) as caught:
+                processor.pre_process(request)
+            assert caught.value.param == param
+            with pytest.raises(RequestInvalid):
+                await processor.pre_process_async(request)
+        assert (host.connects, left(tmp_path)) == (0, [])
 
 
 def encoder() -> dict[str, Any]:

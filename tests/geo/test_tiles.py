@@ -104,9 +104,12 @@ def test_a_model_gets_the_coordinates_it_encodes(embeddings: tuple[str, ...], na
 
 def test_a_wrong_number_of_dates_is_refused() -> None:
     """By the name of the field."""
+    one = GeoOptions(dates=(date(2024, 1, 1),))
     with pytest.raises(RequestInvalid) as caught:
-        coordinates(2).of(GeoOptions(dates=(date(2024, 1, 1),)), scene("2024-01-01"))
+        coordinates(2).require_dates(one)
     assert caught.value.param == "data.dates"
+    coordinates(1).require_dates(one)
+    coordinates(2, []).require_dates(one)
 
 
 @pytest.mark.fault("F16")

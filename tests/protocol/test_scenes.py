@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,7 +18,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import numpy as np
+import psutil
 import pytest
+from geo.prithvi.published import SIX
+from geo.raster.made import write_tiff
+from geo.test_plugin import encoder, regression
 from protocol.test_ways import SCENE, map_engine
 from support.gateways import FakeGateway, Held, run_fake
 from support.plugin_gateways import until
@@ -27,6 +33,7 @@ from baton.config.groups import SceneSettings
 from baton.engines.fake.engine import FakeBehaviour, FakeEngine
 from baton.errors import GatewayOverloaded, IdempotencyKeyReused, SceneNotFound, SceneNotReady
 from baton.http.routes.processes import data_of
+from baton.pooling import jobs as jobs_module
 from baton.pooling.jobs import Job, SceneJobs
 from baton.pooling.plugin import ResultFile
 from baton.telemetry.ids import RequestContext
@@ -75,15 +82,6 @@ def test_a_scene_is_done_and_its_files_stay(tmp_path: Path) -> None:
         assert (part.status_code, part.content) == (206, b"0.06")
         assert part.headers["content-range"] == "bytes 4-7/8"
         assert client.get(f"{where}/mask.tif", headers={"range": "bytes=-4"}).content == b"0.06"
-        for odd, status in (
-            ("bytes=8-", 416),
-            ("bytes=-0", 416),
-            ("bytes=a", 400),
-            ("bytes=3-2", 400),
-            ("-", 400),
-        ):
-            refused = client.get(f"{where}/mask.tif", headers={"range": odd})
-            assert (refused.status_code, refused.json()["error"]["param"]) == (status, "range"), odd
         again = client.get(f"{where}/mask.tif", headers={"if-none-match": mask.headers["etag"]})
         assert (again.status_code, again.content) == (304, b"")
         assert [job["id"] for job in client.get("/v1/scenes").json()["data"]] == [shown["id"]]
@@ -94,6 +92,101 @@ def test_a_scene_is_done_and_its_files_stay(tmp_path: Path) -> None:
         for path in (where, f"{where}/mask.tif"):
             assert client.get(path).json()["error"]["code"] == "scene_not_found"
         assert not list((tmp_path / "scenes").iterdir())
+
+
+def test_a_file_that_was_left_out_is_said_to_be(tmp_path: Path) -> None:
+    """The job is done and names it with the reason, which is the 404's too; OGC clients read it as well."""
+
+    class Partly(Files):
+        def left_out(self, _output: Any) -> dict[str, str]:
+            return {"mask.gpkg": "polygons_left_out: there are too many"}
+
+    with gateway_of(tmp_path, Partly(tmp_path)) as gateway, gateway.client() as client:
+        where = client.post("/v1/scenes", json=BODY).headers["location"]
+        shown = finished(client, where)
+        assert (shown["state"], [file["name"] for file in shown["files"]]) == (
+            "done",
+            ["mask.tif", "preview.png"],
+        )
+        assert shown["left_out"] == [{"name": "mask.gpkg", "reason": "polygons_left_out: there are too many"}]
+        missing = client.get(f"{where}/mask.gpkg")
+        assert (missing.status_code, missing.json()["error"]["code"]) == (404, "scene_not_found")
+        assert "polygons_left_out: there are too many" in missing.json()["error"]["message"]
+        assert (
+            client.get(f"{where}/mask.gpk").json()["error"]["message"] != missing.json()["error"]["message"]
+        )
+        status = client.get(f"/ogc/jobs/{shown['id']}").json()
+        assert (status["status"], "polygons_left_out" in status["message"]) == ("successful", True)
+
+
+RANGES: list[tuple[str, bytes | None]] = [
+    ("bytes=2-3", b"23"),
+    ("bytes=7-", b"789"),
+    ("bytes=-2", b"89"),
+    ("bytes=-99", b"0123456789"),
+    ("Bytes=2-99", b"23456789"),
+    ("bytes= 2-3 , , 40-50", b"23"),
+    ("bytes=0-99999999999999999999999", b"0123456789"),
+    ("bytes=3-5,0-4", b"012345"),
+    ("bytes=10-", None),
+    ("bytes=-0", None),
+    ("bytes=10-12,-0", None),
+    *((odd, b"") for odd in ("0-5", "-", "bytes", "bytes=", "bytes=,", "bytes=a", "bytes=5-2", "bytes=1-2,b", "bytes=--1",
+                              "bytes=0x1-2", "bytes=1 -2", "rows=0-5", "bytes=\u00b2-", "bytes 0-5")),
+]  # fmt: skip
+"""By `Range`, what it has of ten bytes; None: nothing; empty: it is ignored."""
+
+
+def ten_bytes(client: httpx.Client, folder: Path) -> list[str]:
+    """The addresses of two files of ten bytes, of a scene and of a batch."""
+    where = client.post("/v1/scenes", json=BODY).headers["location"]
+    scene = finished(client, where)["id"]
+    kept = folder / "scenes" / scene
+    (kept / "files" / "mask.tif").write_bytes(b"0123456789")
+    upload = {"file": ("a.jsonl", b"0123456789")}
+    file = client.post("/v1/files", data={"purpose": "batch"}, files=upload).json()
+    return [f"{where}/mask.tif", f"/v1/files/{file['id']}/content"]
+
+
+def test_ranges_are_those_of_the_standard(tmp_path: Path) -> None:
+    """Of every file that is sent: what is no range is ignored, only what the file has none of is a 416."""
+    engine = FakeEngine("geo", pooling=True, plugin=plugin(Files(tmp_path)))
+    folders = {"scenes": {"folder": tmp_path / "scenes"}, "batches": {"folder": tmp_path / "batches"}}
+    with run_fake(engine, FakeEngine("other"), **folders) as gateway, gateway.client() as client:
+        for path in ten_bytes(client, tmp_path):
+            whole = client.get(path)
+            assert (whole.status_code, whole.content, whole.headers["accept-ranges"]) == (
+                200,
+                b"0123456789",
+                "bytes",
+            )
+            for asked, part in RANGES:
+                got = client.get(path, headers={"range": asked.encode()})
+                if part is None:
+                    assert (got.status_code, got.json()["error"]["code"]) == (416, "range_not_satisfiable")
+                    assert got.headers["content-range"] == "bytes */10", asked
+                else:
+                    expected = (206, part) if part else (200, whole.content)
+                    assert (got.status_code, got.content) == expected, asked
+            two = client.get(path, headers={"range": "bytes=8-9,0-1"})
+            assert (two.status_code, two.content.count(b"Content-Range: bytes ")) == (206, 2)
+            for stated, status in (
+                (whole.headers["etag"], 206),
+                (whole.headers["last-modified"], 206),
+                ('"other"', 200),
+                (f"W/{whole.headers['etag']}", 200),
+                ("Thu, 01 Jan 1970 00:00:00 GMT", 200),
+            ):
+                got = client.get(path, headers={"range": "bytes=2-3", "if-range": stated})
+                assert got.status_code == status, stated
+            beyond = client.get(path, headers={"range": "bytes=10-", "if-range": '"other"'})
+            assert (beyond.status_code, beyond.content) == (200, whole.content)
+        page = client.get("/docs/start.js", headers={"range": "0-5"})
+        assert (page.status_code, page.content) == (200, client.get("/docs/start.js").content)
+        scene = ten_bytes(client, tmp_path)[0]
+        tag = client.get(scene).headers["etag"]
+        again = client.get(scene, headers={"range": "bytes=10-", "if-none-match": tag})
+        assert again.status_code == 304
 
 
 def test_an_upload_is_a_job_too(tmp_path: Path) -> None:
@@ -161,6 +254,8 @@ def jobs_of(folder: Path, **settings: Any) -> SceneJobs:
 class Stub:
     """A runner whose answer is one file."""
 
+    plugin = SimpleNamespace(lasting={})
+
     def __init__(self, file: Path) -> None:
         self.file = file
 
@@ -174,7 +269,10 @@ class Stub:
         async def close() -> None:
             return None
 
-        return SimpleNamespace(files=files, close=close)
+        async def left_out() -> dict[str, str]:
+            return {}
+
+        return SimpleNamespace(files=files, left_out=left_out, close=close)
 
 
 async def one(jobs: SceneJobs, file: Path, tenant: str, key: str = "", size: int = 1) -> Job:
@@ -285,6 +383,18 @@ async def test_a_job_whose_record_is_written_before_it_has_ended_counts_once(tmp
     assert (second.state, (await first).state) == ("done", "done")
 
 
+async def test_a_job_that_is_done_and_not_gone_counts_once(tmp_path: Path) -> None:
+    """Its record tells its bytes already, and it may make room; what cannot fit takes nothing away."""
+    file = tmp_path / "mask.tif"
+    file.write_bytes(b"x" * 80)
+    jobs = jobs_of(tmp_path / "scenes", budget=100)
+    done = await one(jobs, file, "a")
+    assert not jobs._make_room("b", 80, {"scene-other": 40})
+    assert [job.id for job in await jobs.listed("a")] == [done.id]
+    assert jobs._make_room("b", 80, {done.id: 80})
+    assert await jobs.listed("a") == []
+
+
 async def test_two_deletes_end_a_job_once_and_for_all(tmp_path: Path) -> None:
     begun, released = asyncio.Event(), list[None]()
 
@@ -378,6 +488,27 @@ async def test_an_error_of_our_own_ends_the_job(tmp_path: Path) -> None:
     assert "secret" not in str(failed.error)
 
 
+async def test_of_failed_jobs_the_last_ones_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each tenant, also of those that a gateway lost; what is done stays."""
+    monkeypatch.setattr(jobs_module, "FAILED_KEPT", 3)
+    (file := tmp_path / "mask.tif").write_bytes(b"mask")
+    now = [0.0]
+    jobs = jobs_of(tmp_path / "scenes", wall=lambda: now[0])
+    done = await one(jobs, file, "acme")
+    other = await one(jobs, tmp_path / "none.tif", "other")
+    assert (done.state, other.state) == ("done", "failed")
+    lost = Job("scene-" + "0" * 32, "acme", "m", "running", 0.0)
+    (tmp_path / "scenes" / lost.id).mkdir()
+    jobs._write(lost)
+    failed: list[str] = []
+    for _ in range(5):
+        now[0] += 1
+        failed.append((await one(jobs, tmp_path / "none.tif", "acme")).id)
+    assert {job.id for job in await jobs.listed("acme")} == {done.id, *failed[-3:]}
+    assert [job.id for job in await jobs.listed("other")] == [other.id]
+    assert len(list((tmp_path / "scenes").iterdir())) == 5
+
+
 async def test_a_closed_gateway_says_so_too(tmp_path: Path) -> None:
     """A stop ends its jobs, and a record that cannot be read is no job."""
 
@@ -451,6 +582,37 @@ def test_a_map_is_kept_with_all_that_qgis_opens(tmp_path: Path) -> None:
         assert until(lambda: not list(spool.iterdir()))
 
 
+@pytest.mark.fault("F23")
+def test_a_deleted_map_frees_its_process_and_files(tmp_path: Path) -> None:
+    """While its tiles are in the engine: its only decoder, its process and all its files are free at the answer."""
+    spool = tmp_path / "spool"
+    spool.mkdir()
+    reached, upload = threading.Event(), {"content-type": "image/tiff"}
+
+    async def never() -> None:
+        reached.set()
+        await asyncio.Event().wait()
+
+    with (
+        map_engine(spool, decoders=1) as engine,
+        run_fake(engine, FakeEngine("other"), scenes={"folder": tmp_path / "scenes"}) as gateway,
+        gateway.client() as client,
+    ):
+        engine.until = never
+        begun = client.post("/v1/scenes?model=map", content=SCENE.read_bytes(), headers=upload)
+        assert reached.wait(20)
+        assert engine.plugin is not None
+        server = engine.plugin.instance._decoders._fork_server._server.process
+        (process,) = psutil.Process(server.pid).children()
+        client.delete(begun.headers["location"])
+        assert not list(spool.iterdir())
+        assert not list((tmp_path / "scenes").iterdir())
+        assert not process.is_running()
+        engine.until = None
+        again = client.post("/v1/scenes?model=map", content=SCENE.read_bytes(), headers=upload)
+        assert finished(client, again.headers["location"])["state"] == "done"
+
+
 def test_ogc_clients_run_the_same_jobs(tmp_path: Path) -> None:
     """From the landing page to the results, by links alone; errors are OGC's exceptions with ours within."""
     spool = tmp_path / "spool"
@@ -501,6 +663,53 @@ def test_ogc_clients_run_the_same_jobs(tmp_path: Path) -> None:
             gone = client.get(path)
             assert (gone.status_code, gone.json()["type"].rpartition("/")[2]) == (404, kind)
             assert gone.json()["error"]["request_id"]
+
+
+KINDS: dict[str, tuple[Any, dict[str, str]]] = {
+    "classes": (
+        None,
+        {
+            "mask": "Class of each pixel", "probabilities": "Probability of each class",
+            "preview": "Picture of the result over the scene", "polygons": "Polygons of the classes",
+            "geopackage": "The same polygons as a GeoPackage", "style": "Style of the mask for QGIS",
+            "item": "STAC item of the files",
+        },
+    ),
+    "values": (
+        regression,
+        {"value": "Value of each pixel, Mg/ha", "preview": "Picture of the result over the scene"},
+    ),
+    "vectors": (encoder, {"embeddings": "Vector of each patch"}),
+}  # fmt: skip
+"""By kind of model, its config.json and its outputs."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_process_is_described_as_the_models_card_says(tmp_path: Path, kind: str) -> None:
+    """Outputs of its kind alone; one that asks for all of them by name has each in its results, as described."""
+    config, titles = KINDS[kind]
+    (tmp_path / "spool").mkdir()
+    pixels = np.random.default_rng(1).integers(900, 2000, (6, 64, 64)).astype("int16")
+    path = write_tiff(tmp_path / "a.tif", pixels, tuple(SIX))
+    with (
+        map_engine(tmp_path / "spool", config and config()) as engine,
+        run_fake(engine, FakeEngine("other"), scenes={"folder": tmp_path / "scenes"}) as gateway,
+        gateway.client() as client,
+    ):
+        described = client.get("/ogc/processes/map").json()
+        assert {name: output["title"] for name, output in described["outputs"].items()} == titles
+        assert ("sieve" in described["inputs"]) == (kind == "classes")
+        scene = {"value": base64.b64encode(path.read_bytes()).decode(), "mediaType": "image/tiff"}
+        for outputs in ({}, {"outputs": {name: {} for name in titles}}):
+            body = {"inputs": {"scene": scene}, **outputs}
+            where = client.post("/ogc/processes/map/execution", json=body).headers["location"]
+            assert until(lambda: client.get(where).json()["status"] in ("successful", "failed"))  # noqa: B023
+            assert client.get(where).json()["status"] == "successful", client.get(where).json()
+            results = client.get(f"{where}/results").json()
+            table = {"embeddings.parquet"} if kind == "vectors" else set()
+            assert set(results) - table == set(titles)
+            for name, output in described["outputs"].items():
+                assert results[name]["type"] == output["schema"]["contentMediaType"]
 
 
 BOXES = [

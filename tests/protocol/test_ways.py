@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,11 +45,17 @@ SCENE = ROOT / "plugins/baton_geo/flood/scene.tif"
 
 
 class MapEngine(FakeEngine):
-    """An engine with the shipped map model's IO processor, which says of every pixel that it is dry."""
+    """An engine with a map model's IO processor; of the shipped model it says of every pixel that it is dry."""
+
+    shape = (2, 1, 1)
+    until: Callable[[], Awaitable[object]] | None = None
+    """Waited for before each answer."""
 
     async def encode(self, prompt: Any, *_: Any, **__: Any) -> Any:
-        pixels = prompt["multi_modal_data"]["image"]["pixel_values"]
-        dry = torch.tensor([1.0, 0.0])[:, None, None].expand(2, *pixels.shape[-2:])
+        if self.until is not None:
+            await self.until()
+        dry = torch.zeros(self.shape)
+        dry[0] = 1
         return SimpleNamespace(
             prompt_token_ids=prompt["prompt_token_ids"],
             outputs=SimpleNamespace(data=dry),
@@ -59,15 +65,17 @@ class MapEngine(FakeEngine):
 
 
 @contextmanager
-def map_engine(spool: Path) -> Iterator[MapEngine]:
-    config = json.loads((SHIPPED / "config.json").read_text())
+def map_engine(spool: Path, config: dict[str, Any] | None = None, **given: Any) -> Iterator[MapEngine]:
+    config = config or json.loads((SHIPPED / "config.json").read_text())
     model = SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: config))
     settings: Any = SimpleNamespace(
-        model_config=model, additional_config={"baton_geo": {"spool": str(spool)}}
+        model_config=model, additional_config={"baton_geo": {"spool": str(spool), **given}}
     )
     renderer: Any = None
     with closing(GeoProcessor(settings, renderer)) as processor:
-        yield MapEngine("map", pooling=True, plugin=plugin(processor))
+        engine = MapEngine("map", pooling=True, plugin=plugin(processor))
+        engine.shape = processor._card.output
+        yield engine
 
 
 class Ways:

@@ -38,6 +38,12 @@ class Plugin:
         said = getattr(self.instance, "can", ())
         return [word for word in said if isinstance(word, str)] if isinstance(said, tuple) else []
 
+    @property
+    def lasting(self) -> dict[str, tuple[str, str, str]]:
+        """Title, file name and media type of each output that a kept request gets, as the plugin says."""
+        said = getattr(self.instance, "lasting", {})
+        return {str(name): (str(title), str(file), str(kind)) for name, (title, file, kind) in said.items()}
+
 
 class LocalEngine(Backend, Protocol):
     """One served model that runs here, so that its KV can be loaded, saved and moved."""

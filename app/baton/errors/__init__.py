@@ -350,6 +350,7 @@ class RangeNotSatisfiable(ClientError):
     status = 416
 
     def __init__(self, size: int = 0) -> None:
+        self.size = size
         super().__init__(f"The file has {size} bytes; the range begins after them.", param="range")
 
 

@@ -7,7 +7,7 @@ import json
 from starlette.responses import JSONResponse, Response
 from starlette.types import Scope
 
-from baton.errors import BatonError, Unauthorized
+from baton.errors import BatonError, RangeNotSatisfiable, Unauthorized
 from baton.http.request import state_of
 
 ANTHROPIC_PATHS = ("/v1/messages",)
@@ -21,6 +21,8 @@ def error_response(error: BatonError, scope: Scope) -> Response:
         response.headers["Retry-After"] = str(error.retry_after_s)
     if error.ends_connection:
         response.headers["Connection"] = "close"
+    if isinstance(error, RangeNotSatisfiable):
+        response.headers["Content-Range"] = f"bytes */{error.size}"
     if isinstance(error, Unauthorized):
         response.headers["WWW-Authenticate"] = "Bearer"
     return response

@@ -201,6 +201,13 @@ SCENE: dict[str, Any] = {
                 },
             },
         },
+        "left_out": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {"name": {"type": "string"}, "reason": {"type": "string"}},
+            },
+        },
     },
 }
 REFUSALS = {

@@ -62,6 +62,10 @@ TOO_LARGE = {
     "retryable": False,
 }
 RETRY_AFTER_S = 30
+FAILED_KEPT = 100
+"""Failed jobs of a tenant whose records stay until they expire: they take no part of the budget, and whoever
+sends what fails again and again reads the last ones at most.
+"""
 
 
 @dataclass(frozen=True)
@@ -71,11 +75,13 @@ class KeptFile:
     Attributes:
         name: file name, without a folder.
         bytes: its size.
+        output: what the plugin calls it in a request; empty: it has no name there.
     """
 
     name: str
     media_type: str
     bytes: int
+    output: str = ""
 
 
 @dataclass(frozen=True)
@@ -89,6 +95,7 @@ class Job:
         finished_at: None: it is not.
         expires_at: until when it is kept; None: it is not finished.
         error: code, message and whether it may be sent again; None: it has not failed.
+        left_out: the reason, by name of a file that was wanted and is not made.
         progress: how far it came, as its plugin says.
     """
 
@@ -103,6 +110,7 @@ class Job:
     expires_at: float | None = None
     error: dict[str, Any] | None = None
     files: tuple[KeptFile, ...] = ()
+    left_out: dict[str, str] = field(default_factory=dict)
     progress: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -272,7 +280,7 @@ class SceneJobs:
         """Find a file of a job.
 
         Raises:
-            SceneNotFound: there is no such job or file.
+            SceneNotFound: there is no such job or file; of one that was left out it says why.
             SceneNotReady: the job is not done.
         """
         job = await self.get(job_id, tenant)
@@ -280,7 +288,8 @@ class SceneJobs:
             raise SceneNotReady()
         found = next((file for file in job.files if file.name == name), None)
         if found is None:
-            raise SceneNotFound()
+            reason = job.left_out.get(name)
+            raise SceneNotFound(reason and f"The scene has no file '{name}': {reason}")
         return self._folder / job.id / FILES / found.name, found
 
     async def delete(self, job_id: str, tenant: str) -> None:
@@ -314,7 +323,8 @@ class SceneJobs:
                 answer = await running.runner.run(work, running.context, keep=True)
                 try:
                     progress = await running.runner.progress(running.context)
-                    running.job = replace(running.job, progress=progress)
+                    left_out = await answer.left_out()
+                    running.job = replace(running.job, progress=progress, left_out=left_out)
                     files = await in_own_thread(self._keep, running, await answer.files())
                 finally:
                     await answer.close()
@@ -336,7 +346,7 @@ class SceneJobs:
             job = replace(running.job, state=state, error=error, finished_at=now, expires_at=expires_at)
             try:
                 with contextlib.suppress(OSError):  # the folder was removed, or the disk is full
-                    await asyncio.shield(asyncio.ensure_future(self._note(running, job)))
+                    await asyncio.shield(asyncio.ensure_future(self._note_end(running, job)))
             finally:  # also where it is cancelled once more
                 os.close(running.lock)
                 del self._running[job.id]
@@ -345,6 +355,18 @@ class SceneJobs:
     async def _note(self, running: _Running, job: Job) -> None:
         running.job = job
         await in_own_thread(self._write_newest, running)
+
+    async def _note_end(self, running: _Running, job: Job) -> None:
+        await self._note(running, job)
+        if job.state == "failed":
+            await in_own_thread(self._drop_failed, job.tenant)
+
+    def _drop_failed(self, tenant: str) -> None:
+        """Remove the oldest failed jobs of a tenant beyond `FAILED_KEPT`."""
+        failed = [job for job in self._every() if (job.tenant, job.state) == (tenant, "failed")]
+        failed.sort(key=lambda job: job.finished_at or 0.0)
+        for job in failed[:-FAILED_KEPT]:
+            shutil.rmtree(self._folder / job.id, ignore_errors=True)
 
     def _make(self, job: Job, work: Json | Upload, sent: bytes | None) -> int:
         """Make a job's folder, and return the descriptor that locks it."""
@@ -432,13 +454,15 @@ class SceneJobs:
     def _keep(self, running: _Running, files: list[ResultFile]) -> tuple[KeptFile, ...] | None:
         """Copy a job's files into its folder; None: they do not fit into the budget."""
         job = running.job
-        kept = tuple(KeptFile(file.name, file.media_type, file.path.stat().st_size) for file in files)
+        named = {name: output for output, (_, name, _) in running.runner.plugin.lasting.items()}
+        kept = tuple(
+            KeptFile(file.name, file.media_type, file.path.stat().st_size, named.get(file.name, ""))
+            for file in files
+        )
         need = sum(file.bytes for file in kept)
         with self._keeping:
-            ending = {
-                each.job.id: each.copied for each in list(self._running.values()) if each is not running
-            }
-            if need > self._settings.budget or not self._make_room(job.tenant, need, beside=ending):
+            held = {each.job.id: each.copied for each in list(self._running.values()) if each is not running}
+            if need > self._settings.budget or not self._make_room(job.tenant, need, beside=held):
                 return None
             running.copied = need
         folder = self._folder / job.id
@@ -456,11 +480,12 @@ class SceneJobs:
 
         Args:
             tenant: that needs it; what it needs counts as its own already.
-            beside: bytes that jobs which end now have copied, whether their records say so already or not.
+            beside: bytes that each job which ends now has copied; counted until its record tells them.
         """
-        budget = self._settings.budget - sum(beside.values())
-        done = [job for job in self._every() if job.state == "done" and job.id not in beside]
-        done.sort(key=lambda job: job.created_at)
+        done = sorted((job for job in self._every() if job.state == "done"), key=lambda job: job.created_at)
+        told = {job.id for job in done}
+        budget = self._settings.budget - sum(size for name, size in beside.items() if name not in told)
+        victims = []
         used = Counter({tenant: need})
         for job in done:
             used[job.tenant] += job.bytes
@@ -468,8 +493,12 @@ class SceneJobs:
             victim = max(done, key=lambda job: used[job.tenant])  # of equals the first, which is the oldest
             done.remove(victim)
             used[victim.tenant] -= victim.bytes
+            victims.append(victim)
+        if used.total() > budget:
+            return False  # none goes for what does not fit anyway
+        for victim in victims:
             shutil.rmtree(self._folder / victim.id, ignore_errors=True)
-        return used.total() <= budget
+        return True
 
 
 def _job_of(folder: Path) -> Job:

@@ -10,6 +10,7 @@
 | count     |                                |                          | `amounts(output)`                 |
 | describe  |                                |                          | `describe`, `for_description`     |
 | kept files|                                |                          | `for_files`, `progress`           |
+|           |                                |                          | `left_out(output)`                |
 | afterwards|                                |                          | `forget(request_id)`              |
 
 A hook that a class inherits from vLLM's base class is not the plugin's: the base's coroutines call the
@@ -284,6 +285,13 @@ class PluginProcessor:
         if not self._own("output_to_files"):
             return []
         return await self._threads.run(self._tenant, _result_files, self._instance.output_to_files, output)
+
+    async def left_out(self, output: Any) -> dict[str, str]:
+        """Name the files that the plugin did not make though they were wanted, each with the reason."""
+        if not self._own("left_out"):
+            return {}
+        said = await self._threads.run(self._tenant, self._instance.left_out, output)
+        return {str(name): str(reason) for name, reason in said.items()}
 
     async def for_description(self, data: Any) -> Any:
         """Change the parsed request so that its answer can be described."""

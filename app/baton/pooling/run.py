@@ -404,6 +404,15 @@ class PluginAnswer:
         files: list[ResultFile] = await self._step(self._processor.files(self._output))
         return files
 
+    async def left_out(self) -> dict[str, str]:
+        """Name the files that were wanted and are not made, each with the reason.
+
+        Raises:
+            BatonError: the plugin failed, or took too long.
+        """
+        left_out: dict[str, str] = await self._step(self._processor.left_out(self._output))
+        return left_out
+
     async def describe(self) -> Description:
         """Describe the answer in the plugin's words; the request must have been run with `describe`.
 

@@ -320,21 +320,25 @@ class SceneJob:
             draw_scene(self._thumbnail).save(self._folder / SCENE)
         if self._request.classes:
             draw_classes(card, classes).save(self._folder / CLASSES)
-        tally = tally.model_copy(update={"notes": tuple(notes)})
-        self._write_vectors(tally)
+        tally = self._write_vectors(tally.model_copy(update={"notes": tuple(notes)}))
         self._source.close()
         return tally
 
-    def _write_vectors(self, tally: Tally) -> None:
+    def _write_vectors(self, tally: Tally) -> Tally:
+        """Write polygons, style and item; return the tally with what of it was left out."""
         request, source = self._request, self._source
         size = source.width, source.height
         if request.polygons or request.geopackage or request.style:
-            write_vectors(self._folder, request, source.place, size)
+            left_out = write_vectors(self._folder, request, source.place, size)
+            request = request.model_copy(update=dict.fromkeys(left_out, False))
+            notes = (*tally.notes, *dict.fromkeys(left_out.values()))
+            tally = tally.model_copy(update={"notes": notes, "left_out": left_out})
         if request.item:
             notes = (*source.notes, *tally.notes)
             write_item(
                 self._folder, request, source.place, size, request.date or source.acquired, tally, notes
             )
+        return tally
 
     def _flush(self) -> None:
         for top, probabilities in self._mosaic.finished():

@@ -23,8 +23,8 @@ NoteCode = Literal[
     "areas_scaled", "areas_unknown", "band_wavelength", "bands_in_order", "bands_marked",
     "control_points", "fill_hidden", "first_image", "no_crs", "no_dates", "no_geotransform",
     "no_location", "nodata_of_card", "nodata_of_one_band", "nodata_zero_kept", "off_earth",
-    "offset_removed", "offset_suspected", "rotated", "rpcs", "scale_of_file", "scale_of_request",
-    "scale_unused", "values_dark", "values_negative", "values_of_landsat",
+    "offset_removed", "offset_suspected", "polygons_left_out", "rotated", "rpcs", "scale_of_file",
+    "scale_of_request", "scale_unused", "values_dark", "values_negative", "values_of_landsat",
 ]  # fmt: skip
 """The kinds of notes; the README says what each means."""
 MASK, PROBABILITIES, PREVIEW = "mask.tif", "probabilities.tif", "preview.png"  # in the request's folder
@@ -104,6 +104,7 @@ class SceneRequest(Message):
         value: whether to write the values of a regression.
         polygons: whether to write the mask's polygons as GeoJSON.
         geopackage: whether to write them as a GeoPackage.
+        if_few: whether the polygons are left out where there are too many, instead of a refusal.
         style: whether to write the mask's style for QGIS.
         item: whether to write a STAC item of the files.
         sieve: pixels; of the polygons smaller ones become part of their largest neighbour.
@@ -129,6 +130,7 @@ class SceneRequest(Message):
     value: bool = False
     polygons: bool = False
     geopackage: bool = False
+    if_few: bool = False
     style: bool = False
     item: bool = False
     sieve: int = 0
@@ -199,9 +201,14 @@ class ValueSummary(Message):
 
 
 class Tally(Message):
-    """The counts of a finished map, and notes that take all of its pixels; `values` is a regression's."""
+    """The counts of a finished map, and notes that take all of its pixels; `values` is a regression's.
+
+    Attributes:
+        left_out: the note why, by output that was not made though it was wanted.
+    """
 
     notes: tuple[str, ...] = ()
+    left_out: dict[Literal["polygons", "geopackage"], str] = Field(default_factory=dict)
     areas: tuple[ClassCount, ...] = ()
     nodata_pixels: int = Field(ge=0)
     values: ValueSummary | None = None

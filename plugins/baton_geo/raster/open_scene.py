@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import signal
 import socket
@@ -89,7 +90,14 @@ class ChildHandle:
 
 
 class RangeFetch(Protocol):
-    """Fetches parts of a scene's files that are at addresses."""
+    """Fetches parts of a scene's files that are at addresses.
+
+    Attributes:
+        opening_seconds: time that all fetches of one opening may take together.
+    """
+
+    @property
+    def opening_seconds(self) -> float: ...
 
     def fetch(self, need: object, deadline: float) -> None:
         """Write pages of files; blocks until they are there.
@@ -165,7 +173,8 @@ class OpenScene:
         question = {"request": self._request.model_dump_json(), "folder": str(self._folder)}
         with self._lock, self._translated(self._too_slow_to_open):
             send(self._child.sock, question, deadline=deadline)
-            self.info = self._parsed(SceneInfo, "info", self._receive(deadline))
+            seconds = math.inf if self._fetch is None else self._fetch.opening_seconds
+            self.info = self._parsed(SceneInfo, "info", self._receive(deadline, fetching=seconds))
         if self.info.tiles > limits.tiles:
             raise RasterTooLarge(f"the scene has {self.info.tiles} tiles; at most {limits.tiles} are allowed")
         self._tiles = bytearray(self.info.tiles)
@@ -244,10 +253,15 @@ class OpenScene:
                 raise ValueError(f"{missing} of {len(self._tiles)} tiles are not done")
             send(self._child.sock, {"do": "finish"}, deadline=self._deadline)
             tally = self._parsed(Tally, "tally", self._receive(self._deadline))
+            left_out = {
+                output: reason
+                for output, reason in tally.left_out.items()
+                if self._request.if_few and getattr(self._request, output)
+            }
             wanted = {
                 output: self._product(name)
                 for output, (name, _) in FILES.items()
-                if getattr(self._request, output)
+                if getattr(self._request, output) and output not in left_out
             }
             return Products(
                 table=self._product(TABLE) if self._request.embeddings else None,
@@ -256,6 +270,7 @@ class OpenScene:
                 nodata_pixels=tally.nodata_pixels,
                 values=tally.values,
                 notes=tally.notes,
+                left_out=left_out,
             )
 
     def close(self) -> None:
@@ -311,8 +326,15 @@ class OpenScene:
             raise RasterBroken("the raster could not be decoded")
         return path
 
-    def _receive(self, deadline: float, body: memoryview | None = None) -> dict[str, Any]:
-        """Receive the child's answer, and its body into `body`; key `body` says whether it had one."""
+    def _receive(
+        self, deadline: float, body: memoryview | None = None, *, fetching: float = math.inf
+    ) -> dict[str, Any]:
+        """Receive the child's answer, and its body into `body`; key `body` says whether it had one.
+
+        Args:
+            deadline: as if fetching took no time.
+            fetching: seconds that all that is fetched may take together.
+        """
 
         def room(length: int) -> memoryview:
             if body is None or length != len(body):
@@ -323,8 +345,10 @@ class OpenScene:
             answer, length = receive(self._child.sock, room, deadline)
             while "need" in answer and self._fetch is not None:
                 began = time.monotonic()
-                self._fetch.fetch(answer["need"], self._deadline)
-                deadline = min(deadline + time.monotonic() - began, self._deadline)
+                self._fetch.fetch(answer["need"], min(began + fetching, self._deadline))
+                spent = time.monotonic() - began
+                fetching -= spent
+                deadline = min(deadline + spent, self._deadline)
                 send(self._child.sock, {}, deadline=deadline)
                 answer, length = receive(self._child.sock, room, deadline)
             refusal = _refusal(answer["error"]) if "error" in answer else None

@@ -91,7 +91,8 @@ def test_a_pixel_of_the_raster_is_a_patch(decoders: Decoders, tmp_path: Path) ->
 
 def test_a_row_of_the_table_is_a_tile(decoders: Decoders, tmp_path: Path) -> None:
     """Its polygon, the mean of its vectors, the model and the date; read back by an independent reader."""
-    parquet = pytest.importorskip("pyarrow.parquet")
+    from pyarrow import parquet
+
     path = write_tiff(tmp_path / "a.tif", np.random.default_rng(2).uniform(1, 9, (1, 40, 70)).astype("f4"))
 
     def check(made: Products) -> None:

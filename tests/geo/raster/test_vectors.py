@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import socket
 import sqlite3
 import struct
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -17,10 +21,14 @@ import rasterio
 from geo.raster.made import NORTH_UP, make_card, run, sign_model, write_tiff
 
 from baton_geo.errors import RasterTooLarge
+from baton_geo.raster import sandbox
+from baton_geo.raster.child import Child
 from baton_geo.raster.decoders import Decoders
 from baton_geo.raster.messages import Products, SceneRequest
+from baton_geo.raster.open_scene import ChildHandle, OpenScene
 from baton_geo.raster.products import vectors
 from baton_geo.settings import GeoLimits
+from baton_spool import Naming, make
 
 CARD = make_card(1, 2, tile=32, overlap=8)
 WANTED = {"polygons": True, "geopackage": True, "style": True, "item": True}
@@ -171,6 +179,58 @@ def test_too_many_polygons_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path
         list(vectors.polygons(path, CARD, place, vectors.Ground(place, 40, 40), 0))
 
 
+@contextlib.contextmanager
+def child_here(path: Path, asked: SceneRequest, folder: Path) -> Iterator[OpenScene]:
+    """A scene whose child is a thread of this process, without the sandbox."""
+    ours, theirs = socket.socketpair()
+    lifeline, other_end = socket.socketpair()
+    with path.open("rb") as file, theirs, lifeline, other_end:
+        thread = threading.Thread(target=Child(theirs, [file.fileno()]).serve)
+        thread.start()
+        scene = OpenScene(
+            ChildHandle(ours, lifeline), make(folder, Naming("scene-", folders=True)), asked, lambda: None
+        )
+        try:
+            scene.begin()
+            yield scene
+        finally:
+            other_end.sendall(b"\0" * 4)
+            scene.close()
+            thread.join()
+
+
+@pytest.mark.fault("F22")
+@pytest.mark.parametrize("if_few", [True, False])
+def test_too_many_polygons_are_left_out_of_what_nobody_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, if_few: bool
+) -> None:
+    """The other files are there, the item names them alone and says why; named polygons are refused as ever."""
+    monkeypatch.setattr(vectors, "POLYGONS_LIMIT", 10)
+    for limit in ("limit_resources", "limit_writing", "confine_files"):
+        monkeypatch.setattr(sandbox, limit, lambda *_: None)
+    monkeypatch.setattr(sandbox, "limit_opening", lambda _: contextlib.nullcontext())
+    path = write_tiff(tmp_path / "scene.tif", blobs(), nodata=0)
+    wanted = {"probabilities": True, "preview": True, **WANTED}
+    asked = SceneRequest(card=CARD, limits=GeoLimits(tile_bytes=0), if_few=if_few, **wanted)
+    with child_here(path, asked, tmp_path) as opened:
+        if not if_few:
+            with pytest.raises(RasterTooLarge, match="sieve=9"):
+                run(opened, sign_model)
+            return
+        products = run(opened, sign_model)
+        assert (products.polygons, products.geopackage) == (None, None)
+        assert set(products.left_out) == {"polygons", "geopackage"}
+        (why,) = set(products.left_out.values())
+        assert why.startswith("polygons_left_out: ")
+        assert why in products.notes
+        assert products.item is not None
+        item = json.loads(products.item.read_text())
+        assert why in item["properties"]["baton:notes"]
+        files = {asset["href"].removeprefix("./") for asset in item["assets"].values()} | {"item.json"}
+        assert files == {"mask.tif", "probabilities.tif", "preview.png", "mask.qml", "item.json"}
+        assert {made.name for made in products.item.parent.iterdir()} == files
+
+
 def test_the_style_names_classes_and_colours(decoders: Decoders, tmp_path: Path) -> None:
     """As QGIS reads it from beside the mask."""
     scene(decoders, tmp_path, blobs(), tmp_path / "out")
@@ -192,24 +252,35 @@ def test_the_item_says_where_and_what(decoders: Decoders, tmp_path: Path, where:
     for asset in item["assets"].values():
         assert (tmp_path / "out" / asset["href"]).is_file()
     assert ("bbox" in item) == (item["geometry"] is not None) == (where != "no place")
-    pystac = pytest.importorskip("pystac")
-    validation = pytest.importorskip("pystac.validation")
+    import pystac
+    from pystac.validation import validate_dict
+
     read = pystac.Item.from_dict(item)
     if where != "no place":
-        validation.validate_dict(item)
+        validate_dict(item)
         assert all(math.isfinite(number) for number in read.bbox)
 
 
 @pytest.mark.parametrize("where", PLACES)
 def test_pyogrio_reads_both(decoders: Decoders, tmp_path: Path, where: str) -> None:
-    """Layers, counts, CRS and bounds, as QGIS would."""
-    pyogrio = pytest.importorskip("pyogrio")
-    scene(decoders, tmp_path, blobs(), tmp_path / "out", **PLACES[where])
+    """Layers, counts, CRS and classes as QGIS would; GDAL's own area of each polygon is that of its pixels."""
+    import pyogrio
+
+    products = scene(decoders, tmp_path, blobs(), tmp_path / "out", **PLACES[where])
     count = len(features(tmp_path / "out"))
     for name in ("mask.geojson", "mask.gpkg"):
         info = pyogrio.read_info(tmp_path / "out" / name)
         assert (info["features"], list(info["fields"])) == (count, ["value", "class", "pixels", "hectares"])
         assert info["geometry_type"] == "Polygon"
+        *_, fields = pyogrio.raw.read(
+            tmp_path / "out" / name, columns=["value", "pixels"], read_geometry=False
+        )
+        for value, area in enumerate(products.areas):
+            assert fields[1][fields[0] == value].sum() == area.pixels
     if where != "no place":
         crs = PLACES[where].get("crs", "EPSG:32633")
         assert pyogrio.read_info(tmp_path / "out" / "mask.gpkg")["crs"] == crs
+        asked = "SELECT pixels, OGR_GEOM_AREA AS area FROM mask"
+        *_, (pixels, area) = pyogrio.raw.read(tmp_path / "out" / "mask.gpkg", sql=asked, sql_dialect="OGRSQL")
+        a, b, _, d, e, _ = PLACES[where].get("transform", NORTH_UP)[:6]
+        np.testing.assert_allclose(area, pixels * abs(a * e - b * d), rtol=1e-9)

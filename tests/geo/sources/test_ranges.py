@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
+import os
 import secrets
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -16,7 +20,7 @@ import numpy as np
 import pytest
 import rasterio
 import torch
-from geo.raster.made import UTM, read_tiff, write_tiff
+from geo.raster.made import UTM, make_card, read_tiff, write_tiff
 from geo.sources.hosts import Handler, Host, hosting, left, page, redirect
 from geo.sources.ranges import Ranges, processor, whole
 from rasterio.windows import Window
@@ -25,6 +29,10 @@ from baton_geo.contract import GeoAnswer
 from baton_geo.errors import GeoError, RasterTooLarge, SourceFailed, SourceRefused
 from baton_geo.inputs import _ranges
 from baton_geo.plugin import GeoProcessor
+from baton_geo.raster import open_scene
+from baton_geo.raster.messages import SceneRequest, receive, send
+from baton_geo.raster.open_scene import ChildHandle, OpenScene
+from baton_spool import Naming, make
 
 SIDE = 10_980
 PART = (3000, 4500, 1098, 1098)
@@ -264,6 +272,80 @@ async def test_a_closed_scene_ends_its_fetch(scene: Path, tmp_path: Path) -> Non
         with pytest.raises(asyncio.CancelledError):
             await task
         hold.set()
+
+
+@pytest.mark.fault("F18")
+@pytest.mark.timeout(60)
+async def test_a_slow_host_holds_up_no_file_that_is_here(scene: Path, tmp_path: Path) -> None:
+    """As many openings as there are processors wait for it: a file of the request opens beside them."""
+    reached, hold = threading.Semaphore(0), threading.Event()
+
+    def silent(_ranges: Ranges, _handler: Handler, _begin: int, _end: int) -> bool:
+        reached.release()
+        return hold.wait(30)
+
+    many = len(os.sched_getaffinity(0))
+    with serving(tmp_path, scene, fetch_seconds=600, decoders=2 * many + 2) as (host, ranges, plugin):
+        request = plugin.parse_data(at(host) | {"window": [600, 600, 300, 300]})
+        ranges.lie = silent
+        tasks = []
+        for number in range(many):
+            tasks.append(asyncio.ensure_future(plugin.pre_process_async(request, f"r{number}")))
+            ranges.asked.clear()  # the first range of each is answered
+            assert await asyncio.to_thread(reached.acquire, timeout=20)
+        here = plugin.parse_data(local(scene) | {"window": [0, 0, 300, 300]})
+        async with asyncio.timeout(30):
+            prompts = await plugin.pre_process_async(here, "here")
+        await prompts.aclose()  # type: ignore[attr-defined]
+        plugin.forget("here")
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        hold.set()
+
+
+@pytest.mark.fault("F18")
+def test_what_an_opening_fetches_is_limited_as_a_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However often it has to ask: of `fetch_seconds` each range leaves the next ones less."""
+    late, left_each = [0.0], list[float]()
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late[0])
+    monkeypatch.setattr(open_scene, "time", clock)
+
+    class Slow:
+        opening_seconds = 30.0
+
+        def fetch(self, need: object, deadline: float) -> None:
+            left_each.append(deadline - clock.monotonic())
+            if left_each[-1] <= 0:
+                raise SourceFailed("too slow")
+            late[0] += 12
+
+        def stop(self) -> None:
+            """Nothing runs."""
+
+    ours, child = socket.socketpair()
+    lifeline, other_end = socket.socketpair()
+
+    def ask() -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:  # first it is asked to open
+                receive(child, lambda _: memoryview(b""))
+                send(child, {"need": [[0, [[1, 1]]]]})
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    folder = make(tmp_path, Naming("scene-", folders=True))
+    scene_ = OpenScene(
+        ChildHandle(ours, lifeline), folder, SceneRequest(card=make_card()), lambda: None, Slow()
+    )
+    with child, other_end, closing(scene_):
+        with pytest.raises(SourceFailed, match="too slow"):
+            scene_.begin()
+        other_end.sendall(b"\0" * 4)
+        asking.join()
+    assert left_each == pytest.approx([30, 18, 6, -6], abs=5)
 
 
 ODD: list[Any] = [

@@ -16,7 +16,6 @@ from typing import Annotated, Any, Literal
 import structlog
 from fastapi import APIRouter, FastAPI, Query, Request, Response
 from pydantic import Field
-from starlette.responses import FileResponse
 from starlette.types import Message, Receive, Scope, Send
 from structlog.contextvars import bind_contextvars
 
@@ -41,6 +40,7 @@ from baton.errors import (
 from baton.http.body.form import FILE, FormReader
 from baton.http.error_body import error_body
 from baton.http.middleware.frame import ErrorMiddleware
+from baton.http.ranged_file import RangedFileResponse
 from baton.http.request import (
     FORM,
     Gateway,
@@ -232,7 +232,7 @@ async def retrieve_content(request: Request, file_id: str) -> Response:
     return _Content(path, found["filename"])
 
 
-class _Content(FileResponse):
+class _Content(RangedFileResponse):
     """The answer with a file's bytes; the file may be deleted before it is opened."""
 
     def __init__(self, path: Path, name: str) -> None:

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
-from fastapi.responses import FileResponse, JSONResponse, RedirectResponse
+from fastapi.responses import JSONResponse, RedirectResponse
 
 from baton import __version__
 from baton.engines.installed_plugins import installed_plugins, running_platform
 from baton.errors import InvalidRequest, ModelNotAllowed, ModelNotFound, NotFound
+from baton.http.ranged_file import RangedFileResponse
 from baton.http.request import Gateway, context_of, gateway_of, in_a_thread, may_use
 
 # Report health and version. These are the only routes that need no API key.
@@ -94,13 +95,13 @@ HEADERS = {
 
 
 @docs_router.get("/docs")
-async def page() -> FileResponse:
+async def page() -> RangedFileResponse:
     """Return the page with the API's documentation."""
-    return FileResponse(FOLDER / "index.html", media_type="text/html", headers=HEADERS)
+    return RangedFileResponse(FOLDER / "index.html", media_type="text/html", headers=HEADERS)
 
 
 @docs_router.get("/docs/{file}")
-async def page_file(file: str) -> FileResponse:
+async def page_file(file: str) -> RangedFileResponse:
     """Return a file that the page loads.
 
     Raises:
@@ -109,7 +110,7 @@ async def page_file(file: str) -> FileResponse:
     media_type = MEDIA_TYPES.get(file)
     if media_type is None:
         raise NotFound()
-    return FileResponse(FOLDER / file, media_type=media_type, headers=HEADERS)
+    return RangedFileResponse(FOLDER / file, media_type=media_type, headers=HEADERS)
 
 
 @docs_router.get("/redoc")

@@ -44,22 +44,7 @@ STATES = {"queued": "accepted", "running": "running", "done": "successful", "fai
 EPSG = re.compile(r"https?://www\.opengis\.net/def/crs/EPSG/[^/]+/(\d+)", re.ASCII)
 LONLAT = re.compile(r"https?://www\.opengis\.net/def/crs/OGC/[^/]+/CRS84", re.ASCII)
 MAP = "map"
-OUTPUTS = {
-    "mask": ("Class of each pixel", "image/tiff; application=geotiff; profile=cloud-optimized"),
-    "probabilities": (
-        "Probability of each class",
-        "image/tiff; application=geotiff; profile=cloud-optimized",
-    ),
-    "preview": ("Picture of the classes over the scene", "image/png"),
-    "polygons": ("Polygons of the classes", "application/geo+json"),
-    "geopackage": ("The same as a GeoPackage", "application/geopackage+sqlite3"),
-    "style": ("Style of the mask for QGIS", "application/xml"),
-    "item": ("STAC item of the files", "application/json"),
-}
-NAMES = {
-    "mask.tif": "mask", "probabilities.tif": "probabilities", "preview.png": "preview",
-    "mask.geojson": "polygons", "mask.gpkg": "geopackage", "mask.qml": "style", "item.json": "item",
-}  # fmt: skip
+SIEVE, POLYGONS = "sieve", "polygons"
 LINK = {"type": "object", "required": ["href"], "properties": {"href": {"type": "string", "format": "uri"}}}
 NUMBERS = {"type": "array", "items": {"type": "number"}, "minItems": 4, "maxItems": 4}
 INPUTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -74,7 +59,7 @@ INPUTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"type": "object", "properties": {"bbox": NUMBERS, "crs": {"type": "string"}}},
     ),
     "window": ("The same in pixels: column, row, width, height", NUMBERS),
-    "sieve": ("Least pixels of a polygon", {"type": "integer", "minimum": 0}),
+    SIEVE: ("Least pixels of a polygon", {"type": "integer", "minimum": 0}),
     "scale": ("A number of the file times scale plus offset is its value", {"type": "number"}),
     "offset": ("See scale", {"type": "number"}),
 }
@@ -131,14 +116,14 @@ async def ogc_conformance(request: Request) -> Json:
     return {"conformsTo": [CLASSES + name for name in names]}
 
 
-def _maps(request: Request) -> list[str]:
-    """Name the models that draw maps and that the key of a request may use."""
+def _maps(request: Request) -> dict[str, Runner]:
+    """Find the models that draw maps and that the key of a request may use, by name."""
     gateway = gateway_of(request)
-    return sorted(
-        engine.name
-        for engine in gateway.fleet.engines
-        if _runner(gateway, engine) is not None and may_use(request, engine, engine.name)
-    )
+    return {
+        engine.name: runner
+        for engine in sorted(gateway.fleet.engines, key=lambda engine: engine.name)
+        if (runner := _runner(gateway, engine)) is not None and may_use(request, engine, engine.name)
+    }
 
 
 def _runner(gateway: Gateway, engine: Engine) -> Runner | None:
@@ -171,13 +156,16 @@ async def ogc_processes(request: Request) -> Json:
 async def ogc_process(request: Request, process: str) -> Json:
     """Describe a process: its inputs and outputs."""
     if process not in (maps := _maps(request)):
-        raise ModelNotFound.among(process, maps)
+        raise ModelNotFound.among(process, list(maps))
+    lasting = maps[process].plugin.lasting
     inputs = {
-        name: {"title": title, "minOccurs": 0, "schema": schema} for name, (title, schema) in INPUTS.items()
+        name: {"title": title, "minOccurs": 0, "schema": schema}
+        for name, (title, schema) in INPUTS.items()
+        if name != SIEVE or POLYGONS in lasting
     }
     outputs = {
         name: {"title": title, "schema": {"type": "string", "contentMediaType": kind}}
-        for name, (title, kind) in OUTPUTS.items()
+        for name, (title, _, kind) in lasting.items()
     }
     execute = _href(
         request, f"/ogc/processes/{process}/execution", "http://www.opengis.net/def/rel/ogc/1.0/execute"
@@ -194,7 +182,7 @@ async def ogc_execute(request: Request, process: str) -> Response:
     body = await read_json(request, gateway.settings.limits)
     engine = await unless_gone(request, engage(request, process, pools=True))
     if (runner := _runner(gateway, engine)) is None or engine.name != process:
-        raise ModelNotFound.among(process, _maps(request))
+        raise ModelNotFound.among(process, list(_maps(request)))
     data = data_of(body)
     sent = await request.body()
     digest = await in_own_thread(lambda: hashlib.sha256(process.encode() + b"\0" + sent).digest())
@@ -306,7 +294,7 @@ async def ogc_results(request: Request, job_id: str) -> Response:
     if job.state != "done":
         raise SceneNotReady()
     results = {
-        NAMES.get(file.name, file.name): {
+        file.output or file.name: {
             "href": f"{gateway_of(request).settings.root_path}/v1/scenes/{job.id}/{file.name}",
             "type": file.media_type,
         }
@@ -336,6 +324,8 @@ def _status(request: Request, job: Job) -> Json:
         shown["finished"] = _time(job.finished_at)
     if job.error is not None:
         shown["message"] = job.error.get("message")
+    elif job.left_out:
+        shown["message"] = " ".join(f"There is no {name}: {why}." for name, why in job.left_out.items())
     return shown
 
 

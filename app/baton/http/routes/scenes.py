@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import re
 from dataclasses import replace
 from email.utils import formatdate
 from functools import partial
@@ -13,14 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from starlette.responses import FileResponse, JSONResponse
+from starlette.responses import JSONResponse
 
 from baton.admission.fair_threads import in_own_thread
 from baton.engines.backend import Json
 from baton.engines.engine import Engine
-from baton.errors import InvalidRequest, OperationUnsupported, RangeNotSatisfiable
+from baton.errors import InvalidRequest, OperationUnsupported
 from baton.http.answer import engage, strip, unless_gone
 from baton.http.follow_up import FIELD
+from baton.http.ranged_file import RangedFileResponse
 from baton.http.request import (
     UPLOAD_TYPES,
     Gateway,
@@ -40,7 +40,6 @@ from baton.telemetry.ids import RequestContext
 router = APIRouter()
 KEY, KEY_CHARACTERS = "idempotency-key", 255
 PIECE = 1024 * 1024
-RANGE = re.compile(r"(?=\d|-\d)(\d{0,18})-(\d{0,18})", re.ASCII)
 
 
 @router.post("/v1/scenes", status_code=202)
@@ -178,7 +177,6 @@ async def get_scene_file(request: Request, scene_id: str, name: str) -> Response
     gateway = gateway_of(request)
     path, file = await gateway.scenes.file(scene_id, context_of(request).tenant, name)
     job = await gateway.scenes.get(scene_id, context_of(request).tenant)
-    _require_range(request.headers.get("range"), file.bytes)
     etag = f'"{scene_id}-{name}-{file.bytes}"'  # a file of a job never changes
     headers = {
         "ETag": etag,
@@ -188,25 +186,7 @@ async def get_scene_file(request: Request, scene_id: str, name: str) -> Response
     asked = [part.strip().removeprefix("W/") for part in request.headers.get("if-none-match", "").split(",")]
     if etag in asked or "*" in asked:
         return Response(status_code=304, headers=headers)
-    return FileResponse(path, media_type=file.media_type, filename=file.name, headers=headers)
-
-
-def _require_range(header: str | None, size: int) -> None:
-    """Refuse ranges that are none or that the file does not have; the response would do it in plain text.
-
-    Raises:
-        InvalidRequest: the header names no ranges of bytes.
-        RangeNotSatisfiable: a range begins after the file's end.
-    """
-    if header is None:
-        return
-    parts = [part.strip() for part in header.strip().removeprefix("bytes=").split(",")]
-    found = [RANGE.fullmatch(part) for part in parts]
-    for match in found:
-        if match is None or (match[1] and match[2] and int(match[1]) > int(match[2])):
-            raise InvalidRequest("'Range' must name bytes, as in 'bytes=0-1023'.", param="range")
-        if int(match[1]) >= size if match[1] else int(match[2]) == 0:
-            raise RangeNotSatisfiable(size)
+    return RangedFileResponse(path, media_type=file.media_type, filename=file.name, headers=headers)
 
 
 def _address(gateway: Gateway, job: Job) -> str:
@@ -240,4 +220,5 @@ def _shown(gateway: Gateway, job: Job) -> Json:
         "expires_at": None if job.expires_at is None else int(job.expires_at),
         "error": job.error,
         "files": files,
+        "left_out": [{"name": name, "reason": reason} for name, reason in job.left_out.items()],
     }

@@ -158,13 +158,22 @@ def choose_bands(file: FileBands, card: Card, indices: tuple[int, ...] | None) -
     return BandChoice(bands, tuple(_notes(file, bands, wanted * card.frames)))
 
 
-def _by_index(file: FileBands, card: Card, indices: tuple[int, ...]) -> BandChoice:
+def require_one_a_band(card: Card, indices: tuple[int, ...]) -> None:
+    """Require as many indices as the model has bands.
+
+    Raises:
+        RequestInvalid: there are more or fewer.
+    """
     wanted = len(card.bands) * card.frames
     if len(indices) != wanted:
         raise RequestInvalid(
             f"indices names {len(indices)} bands; the model takes {wanted}: {_model_bands(card)}",
             param="indices",
         )
+
+
+def _by_index(file: FileBands, card: Card, indices: tuple[int, ...]) -> BandChoice:
+    require_one_a_band(card, indices)
     for place, index in enumerate(indices):
         if not 0 <= index < len(file.bands):
             band = card.bands[place % len(card.bands)].name

@@ -111,7 +111,7 @@ def conversion(
     """
     own = _unit_of_type(card, dtype)
     lines = [stated.bands[band] for band in bands]
-    scales, offsets = _each(card, "scale", scale, 1.0), _each(card, "offset", offset, 0.0)
+    scales, offsets = each_band(card, "scale", scale, 1.0), each_band(card, "offset", offset, 0.0)
     if scales is None and offsets is None:
         conflict = next(
             (stated.conflicts[band] for band in bands if stated.conflicts and stated.conflicts[band]), ""
@@ -142,9 +142,12 @@ def _of_the_cards_unit(card: Card, lines: list[ScaleOffset]) -> list[ScaleOffset
     return [line for line, own in zip(lines, card.own_units * card.frames, strict=True) if not own]
 
 
-def _each(card: Card, name: str, asked: Asked, neutral: float) -> list[float] | None:
-    """Return the request's number for each band used; one number is not for bands with a unit of their
-    own."""
+def each_band(card: Card, name: str, asked: Asked, neutral: float) -> list[float] | None:
+    """Give each band used the request's number; one number is not for bands with a unit of their own.
+
+    Raises:
+        RequestInvalid: there are not as many numbers as bands.
+    """
     if asked is None:
         return None
     own_units, bands = card.own_units * card.frames, len(card.bands) * card.frames

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from xml.sax.saxutils import quoteattr
 
 import numpy as np
@@ -28,7 +28,17 @@ from rasterio.warp import transform as reproject
 
 from baton_geo.card import Card
 from baton_geo.errors import DecoderBusy, RasterTooLarge
-from baton_geo.raster.messages import FILES, GEOJSON, GEOPACKAGE, ITEM, MASK, STYLE, SceneRequest, Tally
+from baton_geo.raster.messages import (
+    FILES,
+    GEOJSON,
+    GEOPACKAGE,
+    ITEM,
+    MASK,
+    STYLE,
+    SceneRequest,
+    Tally,
+    note,
+)
 from baton_geo.raster.reading.geotiff import BROKEN
 from baton_geo.raster.reading.rows import Georeference
 
@@ -166,18 +176,23 @@ class Ground:
         return np.asarray(first[:, None] ^ after)
 
 
-def write_vectors(folder: Path, request: SceneRequest, place: Georeference, size: tuple[int, int]) -> None:
+def write_vectors(
+    folder: Path, request: SceneRequest, place: Georeference, size: tuple[int, int]
+) -> dict[Literal["polygons", "geopackage"], str]:
     """Write the polygons and the style that a request wants, from the mask in `folder`.
 
+    Returns:
+        the note why, by output that was left out.
+
     Raises:
-        RasterTooLarge: there are too many polygons.
+        RasterTooLarge: there are too many polygons, and the request does not leave them out then.
         DecoderBusy: a file could not be written.
     """
     card, ground = request.card, Ground(place, *size)
     if request.style:
         (folder / STYLE).write_text(style_of(card), encoding="utf-8")
     if not (request.polygons or request.geopackage):
-        return
+        return {}
     try:
         geojson = GeoJson(folder / GEOJSON, card, ground) if request.polygons else None
         package = GeoPackage(folder / GEOPACKAGE, card, ground) if request.geopackage else None
@@ -188,8 +203,16 @@ def write_vectors(folder: Path, request: SceneRequest, place: Georeference, size
         for writer in (geojson, package):
             if writer is not None:
                 writer.finish()
+    except RasterTooLarge as error:
+        if not request.if_few:
+            raise
+        for name in (GEOJSON, GEOPACKAGE):
+            (folder / name).unlink(missing_ok=True)
+        why = note("polygons_left_out", error.message)
+        return {"polygons": why, "geopackage": why}
     except (OSError, sqlite3.Error):
         raise DecoderBusy("the result could not be written: the server is short of disk or memory") from None
+    return {}
 
 
 def polygons(mask: Path, card: Card, place: Georeference, ground: Ground, least: int) -> Iterator[Polygon]:
@@ -217,7 +240,8 @@ def polygons(mask: Path, card: Card, place: Georeference, ground: Ground, least:
     for number, (shape, value) in enumerate(shapes(classes, mask=known, connectivity=4)):
         if number >= POLYGONS_LIMIT:
             raise RasterTooLarge(
-                f"the mask has more than {POLYGONS_LIMIT} polygons; leave out those of few pixels (sieve=9)"
+                f"the mask has more than {POLYGONS_LIMIT} polygons; with sieve=9 those of fewer pixels join "
+                "their largest neighbour"
             )
         rings = tuple(np.array(ring) for ring in shape["coordinates"])
         yield Polygon(
