@@ -100,7 +100,6 @@ def test_a_gateway_that_answers_for_an_engine_is_lost_and_comes_back(tmp_path: P
             assert time.monotonic() < deadline
             time.sleep(0.2)
         far._arguments += ["--port", far.url.rpartition(":")[2]]
-        far._stream.close()
         far.__enter__()
         far.wait_until_ready()
         deadline = time.monotonic() + 60

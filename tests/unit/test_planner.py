@@ -9,10 +9,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from baton.engines.fake.engine import FakeEngine
-from baton.engines.transfers import Throughput, TransferRequest, TransferWatch
+from baton.engines.transfers import Throughput, TransferReport, TransferRequest, TransferWatch
 from baton.library.handoff import Handoff, StoredImage
 from baton.relay.cost import Choice, Decision, LoadCost
 from baton.relay.plan import key_for_engine
+from baton.relay.report import source_outcome
 from baton.telemetry.metrics import TransferMetrics
 from baton_kv.contract import Transfer, TransferFailure, TransferOutcome
 
@@ -68,6 +69,18 @@ def test_the_source_is_named_to_load_it_or_to_save_only_what_continues_it() -> N
     moved = source.model_copy(update={"exact": False})
     assert key_for_engine(moved, recompute, target) is None, "nothing may share files with moved KV unseen"
     assert key_for_engine(moved, load, target) == moved.key
+
+
+@pytest.mark.parametrize(
+    ("loaded", "outcome"), [(50, "recomputed"), (TOKENS - 1, "loaded"), (TOKENS, "loaded")]
+)
+def test_what_is_loaded_to_measure_is_told_as_loaded_if_it_was_all(loaded: int, outcome: str) -> None:
+    """A few tokens of a long context are all of a short one, and of one with sliding windows."""
+    source = record()
+    report = TransferReport(loaded=loaded, cached=loaded)
+    told = source_outcome(source, report, Decision(Choice.RECOMPUTE, 50, 0.02, 0.01))
+    reason = "slower_to_load" if outcome == "recomputed" else None
+    assert (told["outcome"], told["reason"], told["loaded_tokens"]) == (outcome, reason, loaded)
 
 
 def test_where_a_little_cannot_be_loaded_all_is_to_see_whether_the_store_is_still_slow() -> None:

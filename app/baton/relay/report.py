@@ -34,13 +34,14 @@ def source_outcome(source: Handoff, report: TransferReport, decision: Decision |
     loaded = report.in_place
     resident = max(0, prefix_hits(report) - (report.loaded or 0))
     recompute = decision is not None and decision.choice is Choice.RECOMPUTE
+    few = recompute and loaded < len(source.tokens) - 1  # to measure; of a short context they are all
     outcome = "recomputed"
     reason = "not_used" if source.bytes else "kv_gone"
     if report.miss is not None:
         reason = REASONS.get(report.miss, reason)
     if report.lost:
         reason = "load_failed"
-    elif loaded and not recompute:
+    elif loaded and not few:
         outcome, reason = "loaded", ""
     elif resident:
         outcome, reason = "resident", ""
