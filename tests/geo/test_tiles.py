@@ -16,7 +16,7 @@ from baton_geo.contract import GeoOptions, Location
 from baton_geo.errors import RequestInvalid
 from baton_geo.prithvi import PrithviConfig
 from baton_geo.raster.decoders import Decoders
-from baton_geo.raster.messages import SceneInfo, SceneRequest
+from baton_geo.raster.messages import CARRIED, SceneInfo, SceneRequest
 from baton_geo.scenes import Coordinates, prompt
 
 
@@ -135,12 +135,15 @@ def test_longitudes_of_a_grid_from_0_to_360_are_wrapped(
     assert fields["location_coords"].tolist() == pytest.approx([45.5, longitude], abs=1e-4)
 
 
-def test_a_prompt_is_a_number_and_its_pixels() -> None:
-    """One token that the output comes back with, the tile, and the coordinates beside it."""
-    pixels = np.arange(8, dtype=np.float32).reshape(1, 2, 2, 2)
-    made = prompt(7, pixels, {"location_coords": torch.tensor([1.0, 2.0])})
+def test_a_prompt_is_a_number_and_its_tiles() -> None:
+    """One token that the output comes back with, the tiles, and the coordinates beside them."""
+    strip = np.arange(16, dtype=np.uint8).reshape(2, 8)
+    info = scene().model_copy(update={"carried": "int16", "scaling": (2.0, 1.0, 0.0)})
+    made = prompt(7, strip, info, {"location_coords": torch.tensor([1.0, 2.0])})
     image = made["multi_modal_data"]["image"]
     assert made["prompt_token_ids"] == [7]
-    assert made["multi_modal_uuids"] == {"image": ["tile-7"]}
-    assert np.array_equal(image["pixel_values"].numpy(), pixels)
+    assert made["multi_modal_uuids"] == {"image": ["strip-7"]}
+    assert np.array_equal(image["tiles"].numpy(), strip)
+    assert CARRIED[image["carried"].item()] == "int16"
+    assert image["scaling"].tolist() == [2.0, 1.0, 0.0]
     assert image["location_coords"].tolist() == [1.0, 2.0]

@@ -47,9 +47,11 @@ SCENE = ROOT / "plugins/baton_geo/flood/scene.tif"
 class MapEngine(FakeEngine):
     """An engine with the shipped map model's IO processor, which says of every pixel that it is dry."""
 
+    side: int = json.loads((SHIPPED / "config.json").read_text())["baton_geo"]["tile"]
+
     async def encode(self, prompt: Any, *_: Any, **__: Any) -> Any:
-        pixels = prompt["multi_modal_data"]["image"]["pixel_values"]
-        dry = torch.tensor([1.0, 0.0])[:, None, None].expand(2, *pixels.shape[-2:])
+        strip, side = prompt["multi_modal_data"]["image"]["tiles"], self.side
+        dry = torch.tensor([1.0, 0.0])[:, None, None].expand(len(strip), 2, side, side)
         return SimpleNamespace(
             prompt_token_ids=prompt["prompt_token_ids"],
             outputs=SimpleNamespace(data=dry),

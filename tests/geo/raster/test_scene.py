@@ -12,6 +12,7 @@ from geo.raster.made import (
     make_card,
     raw_tiff,
     read_tiff,
+    read_tile,
     run,
     sign_model,
     write_strips,
@@ -85,7 +86,7 @@ def test_tiles_are_the_file(decoders: Decoders, tmp_path: Path, data: st.DataObj
     with decoders.open(path, request) as scene:
         assert scene.info.tiles == len(grid)
         for tile in range(scene.info.tiles):
-            got, expected = scene.read(tile), plain_tile(pixels, nodata, grid, tile)
+            got, expected = read_tile(scene, tile), plain_tile(pixels, nodata, grid, tile)
             assert (got is None) == (expected is None)
             if got is not None and expected is not None:
                 np.testing.assert_array_equal(got[:, 0], expected)
@@ -109,7 +110,7 @@ def test_against_rasterio_on_windows(decoders: Decoders, tmp_path: Path, layout:
         for tile in range(scene.info.tiles):
             row, column = grid.place(tile)
             window = rasterio.windows.Window(grid.xs[column], grid.ys[row], 64, 64)
-            got = scene.read(tile)
+            got = read_tile(scene, tile)
             assert got is not None
             np.testing.assert_array_equal(got[:, 0], file.read(window=window))
 
@@ -122,7 +123,7 @@ def test_strips_of_any_height(decoders: Decoders, tmp_path: Path, rows: int) -> 
     grid = Grid(90, 333, 32, 8)
     with decoders.open(path, SceneRequest(card=make_card(2), limits=GeoLimits(tile_bytes=0))) as scene:
         for tile in range(scene.info.tiles):
-            got, expected = scene.read(tile), plain_tile(pixels, None, grid, tile)
+            got, expected = read_tile(scene, tile), plain_tile(pixels, None, grid, tile)
             assert got is not None
             assert expected is not None
             np.testing.assert_array_equal(got[:, 0], expected)
@@ -141,7 +142,7 @@ def test_scaling_by_hand(decoders: Decoders, tmp_path: Path) -> None:
         bands=bands, classes=make_card().classes, tile=16, overlap=4, scale=1e-4, offset=-0.1, nodata=-9999
     )
     with decoders.open(write_tiff(tmp_path / "a.tif", pixels), SceneRequest(card=card)) as scene:
-        tile = scene.read(0)
+        tile = read_tile(scene, 0)
     assert tile is not None
     assert tile.shape == (2, 1, 16, 16)
     assert tile.dtype == np.float32
@@ -155,7 +156,7 @@ def test_float_files_have_a_scale_of_their_own(decoders: Decoders, tmp_path: Pat
     card = make_card(scale=1e-4, float_scale=2.0)
     path = write_tiff(tmp_path / "a.tif", np.full((1, 16, 16), 3, "float32"))
     with decoders.open(path, SceneRequest(card=card)) as scene:
-        tile = scene.read(0)
+        tile = read_tile(scene, 0)
     assert tile is not None
     assert (tile[0, 0] == 6.0).all()
 
@@ -165,7 +166,7 @@ def test_time_steps(decoders: Decoders, tmp_path: Path) -> None:
     pixels = np.arange(6, dtype="uint8")[:, None, None] + np.zeros((6, 32, 32), "uint8")
     card = make_card(3, frames=2)
     with decoders.open(write_tiff(tmp_path / "a.tif", pixels), SceneRequest(card=card)) as scene:
-        tile = scene.read(0)
+        tile = read_tile(scene, 0)
     assert tile is not None
     np.testing.assert_array_equal(tile[:, :, 0, 0], [[0, 3], [1, 4], [2, 5]])
 
@@ -177,7 +178,7 @@ def test_bands_by_name_and_by_index(decoders: Decoders, tmp_path: Path) -> None:
     card = make_card(2)
     for indices, expected in ((None, [2, 0]), ((1, 1), [1, 1])):
         with decoders.open(path, SceneRequest(card=card, indices=indices)) as scene:
-            tile = scene.read(0)
+            tile = read_tile(scene, 0)
             assert scene.info.names == ("b2", "other", "b1")
         assert tile is not None
         np.testing.assert_array_equal(tile[:, 0, 0, 0], expected)
@@ -238,7 +239,7 @@ def test_tiles_in_any_order(decoders: Decoders, tmp_path: Path, order: str) -> N
         tiles = list(range(scene.info.tiles))
         tiles = tiles[::-1] if order == "backwards" else [tile ^ 4 for tile in tiles if tile ^ 4 < len(tiles)]
         assert sorted(tiles) == list(range(scene.info.tiles))
-        read = {tile: scene.read(tile) for tile in tiles}
+        read = {tile: read_tile(scene, tile) for tile in tiles}
         for tile, values in sorted(read.items(), key=lambda item: -item[0]):
             assert values is not None
             scene.write(tile, sign_model(values))
@@ -254,10 +255,10 @@ def test_misuse_is_an_error_here(decoders: Decoders, tmp_path: Path) -> None:
         scores = np.zeros((2, 32, 32), np.float32)
         with pytest.raises(ValueError, match="not in turn"):
             scene.write(0, scores)
-        scene.read(0)
+        read_tile(scene, 0)
         for tile in (0, 4, -1):
             with pytest.raises(ValueError, match=f"tile {tile}"):
-                scene.read(tile)
+                read_tile(scene, tile)
         with pytest.raises(ValueError, match="shape"):
             scene.write(0, scores[:1])
         with pytest.raises(RuntimeError, match="not finite"):
@@ -271,7 +272,7 @@ def test_a_large_scene_of_nodata(decoders: Decoders, tmp_path: Path) -> None:
     """All tiles are None, and `finish` says that there is nothing to classify."""
     path = write_tiff(tmp_path / "a.tif", np.zeros((1, 1500, 1500), "uint8"), nodata=0, compress="deflate")
     with decoders.open(path, SceneRequest(card=make_card(tile=512))) as scene:
-        assert all(scene.read(tile) is None for tile in range(scene.info.tiles))
+        assert all(read_tile(scene, tile) is None for tile in range(scene.info.tiles))
         with pytest.raises(RasterUnusable, match="every pixel is nodata"):
             scene.finish()
 
@@ -280,7 +281,7 @@ def test_one_pixel(decoders: Decoders, tmp_path: Path) -> None:
     """A scene of one pixel is one tile, all of it that pixel."""
     path = write_tiff(tmp_path / "a.tif", np.full((1, 1, 1), 7, "uint8"))
     with decoders.open(path, SceneRequest(card=make_card())) as scene:
-        tile = scene.read(0)
+        tile = read_tile(scene, 0)
         assert tile is not None
         assert (tile == 7).all()
         scene.write(0, sign_model(tile))
@@ -303,7 +304,7 @@ def test_a_foreign_byte_order(decoders: Decoders, tmp_path: Path) -> None:
     path = tmp_path / "a.tif"
     path.write_bytes(raw_tiff(tags, b"\0\1\0\2\0\3\1\0", order=">"))
     with decoders.open(path, SceneRequest(card=make_card(), limits=GeoLimits(tile_bytes=0))) as scene:
-        tile = scene.read(0)
+        tile = read_tile(scene, 0)
     assert tile is not None
     np.testing.assert_array_equal(tile[0, 0, :2, :2], [[1, 2], [3, 256]])
 
@@ -324,7 +325,7 @@ def test_numbers_that_float32_does_not_hold(decoders: Decoders, tmp_path: Path) 
         pixels = np.broadcast_to(values.astype(dtype), (1, 16, 3))
         request = SceneRequest(card=make_card(), offset=-1e9)
         with decoders.open(write_tiff(tmp_path / "a.tif", np.ascontiguousarray(pixels)), request) as scene:
-            tile = scene.read(0)
+            tile = read_tile(scene, 0)
         assert tile is not None
         assert tile[0, 0, 0, :3].tolist() == [0, 1, 2], dtype
 
