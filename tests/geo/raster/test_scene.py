@@ -318,6 +318,60 @@ def test_a_small_scene_of_one_value(decoders: Decoders, tmp_path: Path) -> None:
         assert run(scene, sign_model).areas[1].pixels == 180 * 180
 
 
+@pytest.mark.parametrize("replaced", [None, 3.0])
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "uint16", "int16", "float32"])
+def test_the_model_sees_the_same_whether_it_or_the_decoder_normalises(
+    decoders: Decoders, tmp_path: Path, dtype: str, replaced: float | None
+) -> None:
+    """Bit for bit: a multiplication and an addition in float32, and what the card says of nodata."""
+    limits = np.iinfo(dtype) if dtype != "float32" else np.iinfo("int16")
+    pixels = np.random.default_rng(7).integers(limits.min, limits.max, (2, 40, 52), np.int64).astype(dtype)
+    pixels[0, 5:20, 30:45] = 7
+    pixels[:, 39, 51] = 7  # what is beyond the scene is its edge
+    bands = (Band(name="A", mean=0.2, std=0.05), Band(name="B", mean=31.7, std=0.3))
+    card = make_card(2, scale=0.013, float_scale=0.013, nodata_replace=replaced)
+    card = card.model_copy(update={"bands": bands})
+    path = write_tiff(tmp_path / "a.tif", pixels, nodata=7)
+    with decoders.open(path, SceneRequest(card=card, offset=1.5)) as scene:
+        assert (scene.info.carried, scene.info.strip) == (dtype, 4 if dtype == "float32" else 8)
+        tiles = [read_tile(scene, tile) for tile in range(scene.info.tiles)]
+    times, plus, empty = np.empty((3, 2, 1, 1), np.float32)
+    for number, band in enumerate(bands):
+        times[number] = 0.013 / band.std
+        plus[number] = (1.5 * 0.013 - band.mean) / band.std
+        empty[number] = 0 if replaced is None else (replaced * 0.013 - band.mean) / band.std
+    expected = pixels.astype(np.float32) * times + plus
+    expected = np.where((pixels == 7).any(axis=0), empty, expected)
+    padded = np.pad(expected, [(0, 0), (0, 32), (0, 32)], mode="edge")
+    grid = Grid(52, 40, 32, 8)
+    for tile, seen in enumerate(tiles):
+        row, column = grid.place(tile)
+        y, x = grid.ys[row], grid.xs[column]
+        assert seen is not None
+        np.testing.assert_array_equal(seen[:, 0], padded[:, y : y + 32, x : x + 32])
+
+
+def test_a_strip_is_its_tiles_but_those_of_nodata(decoders: Decoders, tmp_path: Path) -> None:
+    """Read three at a time, the last strip is shorter, and one that is all nodata is empty."""
+    pixels = np.arange(1, 1 + 24 * 192, dtype=np.uint16).reshape(1, 24, 192)
+    pixels[0, :, 24:144] = 0
+    path = write_tiff(tmp_path / "a.tif", pixels, nodata=0)
+    card = make_card(tile=24, overlap=0)
+    with (
+        decoders.open(path, SceneRequest(card=card)) as scene,
+        decoders.open(path, SceneRequest(card=card)) as other,
+    ):
+        one_by_one = {tile: other.read(tile) for tile in range(8)}
+        strips = [scene.read(first, 3) for first in range(0, 8, 3)]
+        assert [tiles for tiles, _ in strips] == [(0,), (), (6, 7)]
+        for tiles, strip in strips:
+            for tile, own in zip(tiles, strip, strict=True):
+                np.testing.assert_array_equal(own, one_by_one[tile][1][0])
+        assert scene.tiles_done == 5
+        with pytest.raises(ValueError, match="tile 0"):
+            scene.read(0, 3)
+
+
 def test_numbers_that_float32_does_not_hold(decoders: Decoders, tmp_path: Path) -> None:
     """A billion and one less a billion is one: integers of 32 and 64 bits and float64 are normalised in float64."""
     values = 1_000_000_000 + np.arange(3)
