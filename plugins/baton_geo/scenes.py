@@ -246,7 +246,9 @@ def normalised(
     times, plus, empty = scaling.view(3, *shape[:2], 1, 1)
     pixels = pixels.float().mul_(times).add_(plus)
     if hidden.any():
-        bits = hidden[..., None].bitwise_right_shift(torch.arange(7, -1, -1, device=hidden.device))
+        bits = hidden[..., None].bitwise_right_shift(
+            torch.arange(7, -1, -1, dtype=torch.uint8, device=hidden.device)
+        )
         marked = bits.bitwise_and(1).flatten(1)[:, : shape[-1] ** 2].bool()
         pixels = torch.where(marked.view(-1, 1, 1, *shape[2:]), empty, pixels)
     return pixels
