@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -282,27 +283,26 @@ class PrithviForSegmentation(nn.Module, IsAttentionFree, SupportsMultiModal):
         """
         if tiles is None or carried is None or scaling is None:
             return torch.zeros((positions.shape[-1], self._hidden_size), device=positions.device)
-        lengths = [len(strip) for strip in tiles]
-        numbers = carried[:, 0].tolist()
-        parts = [
-            normalised(strip, number, line, self._shape).to(self._dtype)
-            for strip, number, line in zip(tiles, numbers, scaling, strict=True)
-        ]
+        lengths, most = [len(strip) for strip in tiles], self._at_once
+        starts = list(accumulate(lengths, initial=0))
+        strips = list(zip(tiles, carried[:, 0].tolist(), scaling, starts[:-1], strict=True))
         repeats = torch.tensor(lengths, device=positions.device)
         times, places = (
             None if each is None else each.repeat_interleave(repeats, dim=0)
             for each in (temporal_coords, location_coords)
         )
-        pixels = parts[0] if len(parts) == 1 else torch.cat(parts)
-        done = [
-            self._answers(
-                pixels[first : first + self._at_once],
-                None if times is None else times[first : first + self._at_once],
-                None if places is None else places[first : first + self._at_once],
-            )
-            for first in range(0, len(pixels), self._at_once)
-        ]
-        answers = done[0] if len(done) == 1 else torch.cat(done)
+        done = []
+        for first in range(
+            0, starts[-1], most
+        ):  # however many strips there are, few tiles are floats at once
+            parts = [
+                normalised(strip[max(first - start, 0) : first + most - start], number, line, self._shape)
+                for strip, number, line, start in strips
+                if first - len(strip) < start < first + most
+            ]
+            own = (None if each is None else each[first : first + most] for each in (times, places))
+            done.append(self._answers(torch.cat(parts).to(self._dtype), *own))
+        answers = torch.cat(done)
         if len(set(lengths)) == 1:
             return answers.unflatten(0, (len(lengths), lengths[0]))
         return pad_sequence(answers.split(lengths), batch_first=True)
