@@ -1,4 +1,4 @@
-"""The IO processor `baton_geo`: turn a scene into prompts of one tile each, and their outputs into a mask.
+"""The IO processor `baton_geo`: turn a scene into prompts of a few tiles each, and their outputs into a mask.
 
 vLLM's own server and offline `encode` call the synchronous hooks. Servers that await the asynchronous hooks
 get tiles only as the engine takes them, so that memory stays bounded at any size of scene. The state of
@@ -98,6 +98,8 @@ class GeoProcessor(IOProcessor[PluginRequest | Prepared, GeoAnswer]):
 
     can = ("map",)
     """For clients that look for an engine that draws maps."""
+    prompts_at_once = 2
+    """Prompts of a request in the engine: a strip is computed while the next one waits."""
 
     def __init__(self, vllm_config: VllmConfig, renderer: BaseRenderer) -> None:
         super().__init__(vllm_config, renderer)
@@ -204,11 +206,12 @@ class GeoProcessor(IOProcessor[PluginRequest | Prepared, GeoAnswer]):
 
     async def _prompts(self, running: RunningScene) -> AsyncGenerator[dict[str, Any], None]:
         fields, empty = self._fields(running), True
-        for tile in range(running.scene.info.tiles):
-            pixels = await _in_threads(self._tile_threads, running.scene.read, tile)
-            if pixels is not None:
+        info = running.scene.info
+        for first in range(0, info.tiles, info.strip):
+            tiles, strip = await _in_threads(self._tile_threads, running.scene.read, first, info.strip)
+            if tiles:
                 empty = False
-                yield prompt(self._scenes.serial(running, tile), pixels, fields)
+                yield prompt(self._scenes.serial(running, tiles), strip, info, fields)
         if empty:
             await _in_threads(self._tile_threads, running.scene.finish)  # says that every pixel is nodata
 
@@ -234,18 +237,16 @@ class GeoProcessor(IOProcessor[PluginRequest | Prepared, GeoAnswer]):
         return prompts
 
     def _all_prompts(self, running: RunningScene) -> list[dict[str, Any]]:
-        tiles, most = running.scene.info.tiles, self._settings.limits.tiles_at_once
-        if tiles > most:
+        info, most = running.scene.info, self._settings.limits.tiles_at_once
+        if info.tiles > most:
             raise RasterTooLarge(
-                f"The scene has {tiles} tiles; this server computes them all at once, and at most {most}. "
-                "Cut the scene, or send it to a server that streams (Baton)."
+                f"The scene has {info.tiles} tiles; this server computes them all at once, and at most {most}"
+                ". Cut the scene, or send it to a server that streams (Baton)."
             )
         fields = self._fields(running)
-        read = ((tile, running.scene.read(tile)) for tile in range(tiles))
+        read = (running.scene.read(first, info.strip) for first in range(0, info.tiles, info.strip))
         prompts = [
-            prompt(self._scenes.serial(running, tile), pixels, fields)
-            for tile, pixels in read
-            if pixels is not None
+            prompt(self._scenes.serial(running, tiles), strip, info, fields) for tiles, strip in read if tiles
         ]
         if not prompts:
             running.scene.finish()  # says that every pixel is nodata
@@ -353,8 +354,10 @@ class GeoProcessor(IOProcessor[PluginRequest | Prepared, GeoAnswer]):
                 self._scenes.drop(running)
 
     def _write(self, output: PoolingRequestOutput) -> RunningScene:
-        running, tile = self._scenes.take(output.prompt_token_ids[0])
-        running.scene.write(tile, output.outputs.data.numpy())
+        running, tiles = self._scenes.take(output.prompt_token_ids[0])
+        scores = output.outputs.data.numpy()  # of as many tiles as the longest strip of the step has
+        for tile, own in zip(tiles, scores[: len(tiles)], strict=True):
+            running.scene.write(tile, own)
         return running
 
     def _finish(self, running: RunningScene) -> FinishedScene:

@@ -1,13 +1,15 @@
 """Follow a scene through the engine: prompts of its tiles, outputs matched to it, the answer of its products.
 
 vLLM gives a plugin a request before the engine and its outputs after it, without a reliable link between the
-two: offline there is no request id at all. So a prompt is one token, a serial number that is unique among the
-prompts in use, and every output comes back with its prompt. Concurrent requests cannot be mixed up.
+two: offline there is no request id at all. So the prompt of a strip of tiles is one token, a serial number
+that is unique among the prompts in use, and every output comes back with its prompt. Concurrent requests
+cannot be mixed up.
 """
 
 from __future__ import annotations
 
 import base64
+import math
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -24,7 +26,7 @@ from baton_geo.card import MapValue
 from baton_geo.contract import ClassArea, Fetched, GeoAnswer, GeoFile, GeoOptions, ValueRange
 from baton_geo.errors import RequestInvalid
 from baton_geo.prithvi import PrithviConfig
-from baton_geo.raster.messages import FILES, PARQUET, ClassCount, Products, SceneInfo, note
+from baton_geo.raster.messages import CARRIED, FILES, PARQUET, ClassCount, Products, SceneInfo, note
 
 SERIALS = 2**31 - 2
 """Number of serial numbers: token ids are int32, and 0 is not used."""
@@ -86,7 +88,7 @@ class RunningScenes:
         self._seconds = seconds
         self._lock = threading.Lock()
         self._running: set[RunningScene] = set()
-        self._tiles: dict[int, tuple[RunningScene, int]] = {}
+        self._strips: dict[int, tuple[RunningScene, tuple[int, ...]]] = {}
         self._next = 0
 
     def add(self, running: RunningScene) -> None:
@@ -97,33 +99,33 @@ class RunningScenes:
         for old in late:
             self.drop(old)
 
-    def serial(self, running: RunningScene, tile: int) -> int:
-        """Number one tile of a scene, anew."""
+    def serial(self, running: RunningScene, tiles: tuple[int, ...]) -> int:
+        """Number one strip of a scene's tiles, anew."""
         with self._lock:
-            while (serial := self._next % SERIALS + 1) in self._tiles:
+            while (serial := self._next % SERIALS + 1) in self._strips:
                 self._next += 1
             self._next += 1
-            self._tiles[serial] = (running, tile)
+            self._strips[serial] = (running, tiles)
             running.serials.add(serial)
             return serial
 
-    def take(self, serial: int) -> tuple[RunningScene, int]:
-        """Find the scene and the tile of a serial number, and free the number.
+    def take(self, serial: int) -> tuple[RunningScene, tuple[int, ...]]:
+        """Find the scene and the tiles of a serial number, and free the number.
 
         Raises:
             LookupError: no running scene has this number.
         """
         with self._lock:
-            running, tile = self._tiles.pop(serial)
+            running, tiles = self._strips.pop(serial)
             running.serials.discard(serial)
-            return running, tile
+            return running, tiles
 
     def drop(self, running: RunningScene) -> None:
         """Remove a scene and close it; a second call does nothing."""
         with self._lock:
             self._running.discard(running)
             for serial in running.serials:
-                self._tiles.pop(serial, None)
+                self._strips.pop(serial, None)
             running.serials.clear()
         running.close()
 
@@ -209,15 +211,54 @@ def _place(options: GeoOptions, info: SceneInfo) -> tuple[float, float] | None:
     return info.latitude, info.longitude
 
 
-def prompt(serial: int, pixels: NDArray[np.float32], fields: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Make vLLM's prompt for one tile."""
-    image = {"pixel_values": torch.from_numpy(pixels), **fields}
+def prompt(
+    serial: int, strip: NDArray[np.uint8], info: SceneInfo, fields: Mapping[str, torch.Tensor]
+) -> dict[str, Any]:
+    """Make vLLM's prompt for a strip of tiles, shape (tiles, bytes of each).
+
+    vLLM makes one tensor of those of a step that have one shape, in the type of the first. So all tiles are
+    bytes, whatever their numbers are: scenes of any types can share a step.
+    """
+    image = {
+        "tiles": torch.from_numpy(strip),
+        "carried": torch.tensor([CARRIED.index(info.carried)]),
+        "scaling": torch.tensor(info.scaling, dtype=torch.float32),
+        **fields,
+    }
     return {
         "prompt_token_ids": [serial],
         "multi_modal_data": {"image": image},
-        # With a name given, vLLM does not hash the pixels of a tile that it has never seen before.
-        "multi_modal_uuids": {"image": [f"tile-{serial}"]},
+        # With a name given, vLLM does not hash the pixels of tiles that it has never seen before.
+        "multi_modal_uuids": {"image": [f"strip-{serial}"]},
     }
+
+
+def normalised(
+    strip: torch.Tensor, carried: int, scaling: torch.Tensor, shape: tuple[int, ...]
+) -> torch.Tensor:
+    """Make the model's input of a prompt's tiles, with its fields as `prompt` made them.
+
+    Args:
+        shape: of a tile, (bands, frames, side, side).
+
+    Returns:
+        (tiles, *shape) float32; at nodata 0.0, or what the card replaces it by.
+    """
+    kind: torch.dtype = getattr(torch, CARRIED[carried])
+    count = math.prod(shape)
+    numbers, hidden = strip.split((count * kind.itemsize, strip.shape[1] - count * kind.itemsize), dim=1)
+    pixels = numbers.view(kind).unflatten(1, shape)
+    if kind == torch.float32:
+        return pixels
+    times, plus, empty = scaling.view(3, *shape[:2], 1, 1)
+    pixels = pixels.float().mul_(times).add_(plus)
+    if hidden.any():
+        bits = hidden[..., None].bitwise_right_shift(
+            torch.arange(7, -1, -1, dtype=torch.uint8, device=hidden.device)
+        )
+        marked = bits.bitwise_and(1).flatten(1)[:, : shape[-1] ** 2].bool()
+        pixels = torch.where(marked.view(-1, 1, 1, *shape[2:]), empty, pixels)
+    return pixels
 
 
 @dataclass(frozen=True)

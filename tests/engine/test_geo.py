@@ -68,10 +68,10 @@ def test_the_mask_is_a_plain_torch_pipelines(shipped: httpx.Client) -> None:
 
 
 def test_sixteen_scenes_at_once_each_get_their_own_answer(client: httpx.Client, geo_folder: Path) -> None:
-    """Different sizes and reference systems; the published plugin mixes such requests up."""
+    """Different sizes, types and reference systems; the published plugin mixes such requests up."""
     asked = [
         geotiff(
-            colourful(60 + 37 * n, 210 - 9 * n, n),
+            colourful(60 + 37 * n, 210 - 9 * n, n).astype(("uint8", "float32", "int16", "uint16")[n % 4]),
             RGB,
             crs=f"EPSG:{32601 + n}",
             origin=(300_000.0 + n, 1_000_000.0 * (n % 9 + 1)),

@@ -15,7 +15,7 @@ import pytest
 import rasterio
 import torch
 from geo.prithvi.published import REGRESSION, SIX
-from geo.raster.made import write_tiff
+from geo.raster.made import seen_by_the_model, write_tiff
 from geo.sources.hosts import hosting, left
 
 from baton_geo.contract import LASTING, GeoAnswer, UploadRequest
@@ -78,9 +78,11 @@ def test_scale_and_offset_reach_the_raster(start: Start, tmp_path: Path) -> None
     plain = write_tiff(tmp_path / "plain.tif", numbers)
     shifted = write_tiff(tmp_path / "shifted.tif", numbers + np.int16(1000))
 
+    side = card_of(json.loads((SHIPPED / "config.json").read_text())).tile
+
     def seen(request: Any) -> Any:
         (prompt,) = processor.pre_process(request)
-        return prompt["multi_modal_data"]["image"]["pixel_values"].numpy()
+        return seen_by_the_model(prompt, (6, 1, side, side)).numpy()
 
     def by_json(path: Path, **said: float) -> Any:
         data = {"data": base64.b64encode(path.read_bytes()).decode(), "data_format": "b64_json"}
@@ -121,7 +123,7 @@ def test_a_regressions_answer_is_its_values(start: Start, tmp_path: Path) -> Non
         request = {"data": path.read_bytes(), "data_format": "bytes", "outputs": asked}
         (prompt,) = processor.pre_process(processor.parse_data(request))
         serial = prompt["prompt_token_ids"]
-        made: Any = SimpleNamespace(data=torch.full((1, 64, 64), 0.5))
+        made: Any = SimpleNamespace(data=torch.full((1, 1, 64, 64), 0.5))
         output: Any = SimpleNamespace(prompt_token_ids=serial, outputs=made)
         answer = processor.post_process([output])
         assert answer.value is not None
@@ -215,8 +217,8 @@ def test_an_encoder_alone_gives_embeddings(start: Start, tmp_path: Path) -> None
     for asked, pictures in ({}, 0), ({"outputs": ["embeddings"]}, 0), ({"outputs": ["mask", "preview"]}, 1):
         request = {"data": path.read_bytes(), "data_format": "bytes", **asked}
         prompts = processor.pre_process(processor.parse_data(request))
-        assert len(prompts) == 4
-        made: Any = SimpleNamespace(data=torch.randn(32, 4, 4))
+        assert len(prompts) == 1
+        made: Any = SimpleNamespace(data=torch.randn(4, 32, 4, 4))
         outputs_: Any = [
             SimpleNamespace(prompt_token_ids=prompt["prompt_token_ids"], outputs=made) for prompt in prompts
         ]

@@ -35,7 +35,7 @@ def test_every_output_finds_its_scene_and_tile() -> None:
     many = [running(str(n)) for n in range(16)]
     for one in many:
         scenes.add(one)
-    given = [(scenes.serial(one, tile), one, tile) for tile in range(20) for one in many]
+    given = [(scenes.serial(one, (tile,)), one, (tile,)) for tile in range(20) for one in many]
     random.Random(1).shuffle(given)
     assert len({serial for serial, _, _ in given}) == len(given)
     for serial, one, tile in given:
@@ -47,7 +47,7 @@ def test_a_serial_number_is_good_once() -> None:
     scenes = RunningScenes(60)
     one = running()
     scenes.add(one)
-    serial = scenes.serial(one, 3)
+    serial = scenes.serial(one, (3,))
     scenes.take(serial)
     with pytest.raises(LookupError):
         scenes.take(serial)
@@ -58,7 +58,7 @@ def test_a_dropped_scene_is_closed_and_its_numbers_lead_nowhere() -> None:
     scenes = RunningScenes(60)
     one = running("r")
     scenes.add(one)
-    serial = scenes.serial(one, 0)
+    serial = scenes.serial(one, (0,))
     scenes.drop(one)
     scenes.drop(one)
     assert one.scene.closed >= 1
@@ -92,12 +92,12 @@ def test_numbers_start_again_and_pass_over_those_in_use(monkeypatch: pytest.Monk
     scenes = RunningScenes(60)
     one = running()
     scenes.add(one)
-    kept = scenes.serial(one, 0)
+    kept = scenes.serial(one, (0,))
     for tile in range(1, 20):
-        serial = scenes.serial(one, tile)
+        serial = scenes.serial(one, (tile,))
         assert 1 <= serial <= 4
         assert serial != kept
-        assert scenes.take(serial) == (one, tile)
+        assert scenes.take(serial) == (one, (tile,))
 
 
 def test_threads_never_share_a_number() -> None:
@@ -108,7 +108,7 @@ def test_threads_never_share_a_number() -> None:
     given: list[int] = []
 
     def work() -> None:
-        given.extend(scenes.serial(one, tile) for tile in range(500))
+        given.extend(scenes.serial(one, (tile,)) for tile in range(500))
 
     threads = [threading.Thread(target=work) for _ in range(8)]
     for thread in threads:

@@ -5,18 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import rasterio
 import torch
 from geo.raster.made import make_card, write_tiff
+from transformers import BatchFeature
+from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
+from vllm.multimodal.utils import group_and_batch_mm_kwargs
 
 from baton_geo.contract import GeoOptions, Location
 from baton_geo.errors import RequestInvalid
+from baton_geo.model import PrithviForSegmentation, StripShapes
 from baton_geo.prithvi import PrithviConfig
 from baton_geo.raster.decoders import Decoders
-from baton_geo.raster.messages import SceneInfo, SceneRequest
+from baton_geo.raster.messages import CARRIED, SceneInfo, SceneRequest
 from baton_geo.scenes import Coordinates, prompt
 
 
@@ -138,12 +144,75 @@ def test_longitudes_of_a_grid_from_0_to_360_are_wrapped(
     assert fields["location_coords"].tolist() == pytest.approx([45.5, longitude], abs=1e-4)
 
 
-def test_a_prompt_is_a_number_and_its_pixels() -> None:
-    """One token that the output comes back with, the tile, and the coordinates beside it."""
-    pixels = np.arange(8, dtype=np.float32).reshape(1, 2, 2, 2)
-    made = prompt(7, pixels, {"location_coords": torch.tensor([1.0, 2.0])})
+def test_a_prompt_is_a_number_and_its_tiles() -> None:
+    """One token that the output comes back with, the tiles, and the coordinates beside them."""
+    strip = np.arange(16, dtype=np.uint8).reshape(2, 8)
+    info = scene().model_copy(update={"carried": "int16", "scaling": (2.0, 1.0, 0.0)})
+    made = prompt(7, strip, info, {"location_coords": torch.tensor([1.0, 2.0])})
     image = made["multi_modal_data"]["image"]
     assert made["prompt_token_ids"] == [7]
-    assert made["multi_modal_uuids"] == {"image": ["tile-7"]}
-    assert np.array_equal(image["pixel_values"].numpy(), pixels)
+    assert made["multi_modal_uuids"] == {"image": ["strip-7"]}
+    assert np.array_equal(image["tiles"].numpy(), strip)
+    assert CARRIED[image["carried"].item()] == "int16"
+    assert image["scaling"].tolist() == [2.0, 1.0, 0.0]
     assert image["location_coords"].tolist() == [1.0, 2.0]
+
+
+def strip_of(carried: str, count: int, seed: int) -> dict[str, torch.Tensor]:
+    """A prompt's fields, of noise."""
+    random, side = np.random.default_rng(seed), 32
+    info = scene().model_copy(update={"carried": carried, "scaling": (0.01, 0.0, 0.5)})
+    numbers = random.normal(40, 20, (count, side * side)).astype(carried).view(np.uint8)
+    hidden = random.integers(0, 2, (count, 0 if carried == "float32" else side * side // 8), np.uint8)
+    strip = np.concatenate([numbers, hidden], axis=1)
+    fields: dict[str, torch.Tensor] = prompt(1, strip, info, {})["multi_modal_data"]["image"]
+    return fields
+
+
+def test_scenes_of_any_types_and_lengths_share_a_step() -> None:
+    """vLLM makes one tensor of those of one shape, in the type of the first: each strip's answer is as alone."""
+    sizes = {"img_size": 32, "patch_size": [1, 8, 8], "in_chans": 1, "embed_dim": 32, "depth": 1}
+    decoder = {"decoder": "FCNDecoder", "num_classes": 2, "channels": [8, 8, 8], "head_channels": [8]}
+    sizes |= {"num_heads": 2, "mlp_ratio": 2, "num_frames": 1, "coords_encoding": []}
+    bands = [{"name": "A", "mean": 0.0, "std": 1.0}]
+    classes = [{"name": name, "colour": [0, 0, 0]} for name in ("land", "water")]
+    card = {"bands": bands, "classes": classes, "tile": 32, "overlap": 0}
+    config = {"pretrained_cfg": sizes | {"segmentation": decoder}, "baton_geo": card}
+    described = SimpleNamespace(
+        hf_config=SimpleNamespace(to_dict=lambda: config), dtype=torch.float32, get_hidden_size=lambda: 32
+    )
+    engine: Any = SimpleNamespace(model_config=described, scheduler_config=SimpleNamespace(max_num_seqs=1))
+    torch.manual_seed(0)
+    model = PrithviForSegmentation(engine).eval()
+    strips = [
+        strip_of(carried, count, seed)
+        for seed, (carried, count) in enumerate(
+            [("int16", 8), ("float32", 3), ("uint8", 1), ("uint16", 8), ("int8", 5), ("float32", 3)]
+        )
+    ]
+    names = StripShapes(model.config, 32).names
+    fields = {name: MultiModalFieldConfig.batched("image") for name in names}
+
+    def step(some: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+        items = [
+            MultiModalKwargsItems.from_hf_inputs(
+                BatchFeature({name: value.unsqueeze(0) for name, value in strip.items()}), fields
+            )["image"][0]
+            for strip in some
+        ]
+        ((_, count, given),) = group_and_batch_mm_kwargs([("image", item) for item in items])
+        assert count == len(some)
+        with torch.inference_mode():
+            answers: torch.Tensor = model(None, torch.zeros(count, dtype=torch.int64), **given)
+        return answers
+
+    together = step(strips)
+    assert together.shape == (6, 8, 2, 32, 32)
+    assert together.dtype == torch.uint8
+    for strip, answer in zip(strips, together, strict=True):
+        count = len(strip["tiles"])
+        alone = step([strip])[0]
+        assert len(alone) == count
+        assert (answer[:count].int() - alone.int()).abs().max() <= 1  # of other batches
+        assert not answer[count:].any()
+    assert len(step([strips[0], strips[3]])) == 2

@@ -68,10 +68,16 @@ def test_no_hook_runs_on_the_gateways_loop() -> None:
         assert all(name.startswith(("hook-", "hooks-")) for name in instance.threads)
 
 
-def test_prompts_are_made_only_as_the_engine_has_room() -> None:
-    """With room for two, a plugin of a hundred prompts has made three when the first is still in the engine."""
+@pytest.mark.parametrize(("room", "of_the_plugin"), [(2, None), (2, 5), (16, 2)])
+def test_prompts_are_made_only_as_the_engine_has_room(room: int, of_the_plugin: int | None) -> None:
+    """With room for two, a plugin of a hundred prompts has made three when the first is still in the engine.
+
+    The room is the gateway's, or the plugin's own if that is less.
+    """
     lazy, held = Lazy(), Held()
-    with served(lazy, FakeBehaviour(wait=held), prompts=2) as gateway, ThreadPoolExecutor() as pool:
+    if of_the_plugin is not None:
+        vars(lazy)["prompts_at_once"] = of_the_plugin
+    with served(lazy, FakeBehaviour(wait=held), prompts=room) as gateway, ThreadPoolExecutor() as pool:
         answer = pool.submit(ask, gateway, numbers=[6.0, 6.0, *[0.0] * 98])
         assert until(lambda: gateway.engine("geo").active == 2)
         time.sleep(0.1)

@@ -54,8 +54,8 @@ class MapEngine(FakeEngine):
     async def encode(self, prompt: Any, *_: Any, **__: Any) -> Any:
         if self.until is not None:
             await self.until()
-        dry = torch.zeros(self.shape)
-        dry[0] = 1
+        dry = torch.zeros((len(prompt["multi_modal_data"]["image"]["tiles"]), *self.shape))
+        dry[:, 0] = 1
         return SimpleNamespace(
             prompt_token_ids=prompt["prompt_token_ids"],
             outputs=SimpleNamespace(data=dry),

@@ -30,8 +30,9 @@ from baton.engines.vllm import plugins as engine_plugins
 from baton.engines.vllm.plugins import MOVED, chosen_plugin, classic_names, make_plugin, plugin_params
 from baton.errors import InvalidRequest, StartError
 from baton_geo import io_processor, register
-from baton_geo.model import TileItems, TileShapes
+from baton_geo.model import StripItems, StripShapes
 from baton_geo.prithvi import PrithviConfig
+from baton_geo.raster.messages import CARRIED
 from baton_geo.registration import ARCHITECTURES, MODEL_TYPE, PrithviConfigParser
 
 
@@ -159,7 +160,7 @@ def test_the_model_is_what_vllm_takes_for_a_multimodal_pooling_model() -> None:
     assert get_attn_type(PrithviForSegmentation) == "attention_free"
 
 
-def shapes() -> TileShapes:
+def shapes() -> StripShapes:
     pretrained = {
         "img_size": 32,
         "num_frames": 2,
@@ -171,12 +172,14 @@ def shapes() -> TileShapes:
         "mlp_ratio": 2,
         "coords_encoding": ["time", "location"],
     }
-    return TileShapes(PrithviConfig.from_hf({"pretrained_cfg": pretrained}), 32)
+    return StripShapes(PrithviConfig.from_hf({"pretrained_cfg": pretrained}), 32)
 
 
-def tile(**other: Any) -> dict[str, Any]:
+def strip(**other: Any) -> dict[str, Any]:
     fields = {
-        "pixel_values": torch.zeros(3, 2, 32, 32),
+        "tiles": torch.zeros(2, 3 * 2 * 32 * 32 * 4, dtype=torch.uint8),
+        "carried": torch.tensor([CARRIED.index("float32")]),
+        "scaling": torch.zeros(3 * 3 * 2),
         "temporal_coords": torch.zeros(2, 2),
         "location_coords": torch.zeros(2),
     }
@@ -186,23 +189,30 @@ def tile(**other: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"pixel_values": torch.zeros(3, 2, 32, 40)}, r"\(3, 2, 32, 32\)"),
-        ({"pixel_values": torch.zeros(3, 2, 32, 32, dtype=torch.float64)}, "float32, not float64"),
-        ({"pixel_values": torch.full((3, 2, 32, 32), torch.nan)}, "NaN"),
-        ({"pixel_values": [[1.0]]}, "not list"),
+        ({"tiles": torch.zeros(2, 24577, dtype=torch.uint8)}, r"\(2, 24576\)"),
+        ({"tiles": torch.zeros(9, 24576, dtype=torch.uint8)}, r"\(8, 24576\)"),
+        ({"tiles": torch.zeros(0, 24576, dtype=torch.uint8)}, r"\(1, 24576\)"),
+        ({"tiles": torch.tensor(0)}, r"\(8, 24576\)"),
+        ({"tiles": torch.zeros(2, 24576)}, "uint8, not float32"),
+        ({"tiles": torch.full((2, 6144), torch.nan).view(torch.uint8)}, "NaN"),
+        ({"tiles": [[1.0]]}, "not list"),
+        ({"carried": torch.tensor([2])}, r"\(2, 12416\)"),
+        ({"carried": torch.tensor([5])}, "from 0 to 4, not 5"),
+        ({"carried": torch.tensor([0.0])}, "int64, not float32"),
+        ({"scaling": torch.full((18,), torch.inf)}, "NaN"),
         ({"location_coords": None}, "location_coords"),
         ({"extra": torch.zeros(1)}, "extra"),
     ],
 )
 def test_what_would_end_the_engine_is_refused_before_it(wrong: dict[str, Any], words: str) -> None:
     """An exception in a model's forward is the death of the engine for everybody."""
-    shapes().check(tile())
+    shapes().check(strip())
     with pytest.raises(ValueError, match=words):
-        shapes().check(tile(**wrong))
+        shapes().check(strip(**wrong))
 
 
-def test_iterating_over_a_tile_ends() -> None:
+def test_iterating_over_a_strip_ends() -> None:
     """vLLM iterates by index until IndexError."""
-    items = TileItems(tile(), "image")
-    assert issubclass(TileItems, ModalityDataItems)
+    items = StripItems(strip(), "image")
+    assert issubclass(StripItems, ModalityDataItems)
     assert len(list(items)) == 1

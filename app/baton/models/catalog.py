@@ -101,7 +101,7 @@ FLOOD_TINY = EmbeddedModel(
         "dtype": "float32",  # vLLM halves it otherwise
         "skip_tokenizer_init": True,
         "mm_processor_cache_gb": 0,
-        "max_num_seqs": 4,  # more gain nothing on a CPU, and meanwhile others are prepared
+        "max_num_seqs": 1,  # a prompt is a strip of tiles; more gain nothing on a CPU, and others wait longer
     },
 )
 

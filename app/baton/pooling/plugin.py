@@ -12,6 +12,7 @@
 | kept files|                                |                          | `for_files`, `progress`           |
 |           |                                |                          | `left_out(output)`                |
 | afterwards|                                |                          | `forget(request_id)`              |
+| at once   |                                |                          | `prompts_at_once`, a number       |
 
 A hook that a class inherits from vLLM's base class is not the plugin's: the base's coroutines call the
 synchronous hook on the event loop, so the synchronous one is run in a thread instead.
@@ -175,6 +176,11 @@ class PluginProcessor:
                 "them: leave 'follow_up' out.",
                 param="follow_up",
             )
+
+    def prompts_at_once(self, most: int) -> int:
+        """Limit the prompts of a request in the engine: to `most`, or to the fewer that the plugin wants."""
+        said = getattr(self._instance, "prompts_at_once", most)
+        return max(1, min(int(said), most))
 
     def _own(self, hook: str) -> bool:
         """Find out whether the plugin itself defines `hook`, rather than vLLM's base class."""

@@ -219,7 +219,12 @@ class Runner:
             except Exception as error:
                 raise client_error(error, processor.name, "prepare", at_input=True) from error
             encoding = Encoding(
-                self._engine, prompts, params, context, priority=priority, room=self._settings.prompts
+                self._engine,
+                prompts,
+                params,
+                context,
+                priority=priority,
+                room=processor.prompts_at_once(self._settings.prompts),
             )
             with self._timed("encode"):
                 output = await self._encoded(processor, encoding, context, thread)

@@ -130,7 +130,7 @@ class Child:
                 case "read":
                     self._raise_failure()
                     tile = job.read(header["tile"])
-                    send(self._sock, {}, b"" if tile is None else tile.data.cast("B"))
+                    send(self._sock, {}, b"" if tile is None else tile.data)
                 case "finish":
                     self._raise_failure()
                     send(self._sock, {"tally": job.finish().model_dump_json()})
@@ -242,7 +242,7 @@ class SceneJob:
         )
         self._check_sample(choice.bands, line)
         self._check = self._new_check(choice.bands, line)
-        self._scaling = Scaling(card, line)
+        self._scaling = Scaling(card, line, source.dtype)
         alone = card.embedding is not None
         self._grid = Grid(source.width, source.height, card.tile, card.overlap, side_by_side=alone)
         sample = Sample(source.width, source.height, LONGEST)
@@ -263,11 +263,8 @@ class SceneJob:
         )
         self.info = self._describe(choice.bands)
 
-    def read(self, tile: int) -> Floats | None:
-        """Read the model's input for a tile; None if all of it is nodata: the tile then counts as done.
-
-        Returns:
-            shape (bands, frames, tile, tile), float32.
+    def read(self, tile: int) -> Bytes | None:
+        """Read the bytes of a tile; None if all of it is nodata: the tile then counts as done.
 
         Raises:
             RasterBroken: the raster cannot be decoded.
@@ -403,6 +400,8 @@ class SceneJob:
             latitude=source.place.latitude,
             longitude=source.place.longitude,
             acquired=source.acquired,
+            carried=self._scaling.carried,
+            scaling=self._scaling.numbers,
             window=source.window if isinstance(source, PartOfScene) else None,
             notes=tuple(source.notes),
         )

@@ -12,8 +12,9 @@ import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
+import numpy as np
 from pydantic import ConfigDict, Field
 
 from baton_geo.card import Card, ReadOnlyModel
@@ -32,6 +33,11 @@ SCENE, CLASSES, VALUE = "scene.png", "classes.png", "value.tif"
 GEOJSON, GEOPACKAGE, STYLE, ITEM = "mask.geojson", "mask.gpkg", "mask.qml", "item.json"
 TABLE, EMBEDDINGS = "embeddings.parquet", "embeddings.tif"
 PARQUET = "application/vnd.apache.parquet"
+Carried = Literal["uint8", "int8", "uint16", "int16", "float32"]
+CARRIED: tuple[Carried, ...] = get_args(Carried)
+"""The types of numbers in which tiles reach the model: a file's own integers, or normalised floats."""
+STRIP = 8
+"""Most tiles of a prompt; of floats half as many, so that they take no more memory."""
 FILES = {
     "mask": (MASK, "image/tiff"),
     "probabilities": (PROBABILITIES, "image/tiff"),
@@ -52,6 +58,18 @@ HEADER_LIMIT = 8 * 1024 * 1024
 PAGE = 4096
 """Bytes of the pages in which files at addresses are fetched."""
 Buffer = bytes | bytearray | memoryview
+
+
+def tile_bytes(bands: int, side: int, carried: Carried) -> tuple[int, int]:
+    """Count the bytes of a tile: those of its numbers, and after them, of integers, of its nodata.
+
+    The latter are a bit a pixel, rounded up so that many tiles can be seen as numbers of any type.
+
+    Args:
+        bands: of all time steps.
+    """
+    numbers = bands * side**2 * int(np.dtype(carried).itemsize)
+    return numbers, 0 if carried == "float32" else -(-(side**2) // 64) * 8
 
 
 def note(code: NoteCode, text: str) -> str:
@@ -158,6 +176,9 @@ class SceneInfo(Message):
         acquired: date or date and time of acquisition, ISO 8601; None: the file has none.
         notes: assumptions and missing information; see `note`.
         window: column, row, width and height of the scene in the file's grid; None: it is all of it.
+        carried: type of the tiles' numbers; integers are the file's own, floats are normalised.
+        scaling: of integers, for every band and time step of the model: all factors, then all summands, then
+            what the model is given for nodata.
     """
 
     width: int
@@ -175,6 +196,13 @@ class SceneInfo(Message):
     longitude: float | None = None
     acquired: str | None = None
     notes: tuple[str, ...] = ()
+    carried: Carried = "float32"
+    scaling: tuple[Annotated[float, Field(allow_inf_nan=False)], ...] = ()
+
+    @property
+    def strip(self) -> int:
+        """Most tiles of a prompt."""
+        return STRIP // 2 if self.carried == "float32" else STRIP
 
 
 class ClassCount(Message):

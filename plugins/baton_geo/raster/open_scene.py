@@ -33,6 +33,7 @@ from baton_geo.raster.messages import (
     Tally,
     receive,
     send,
+    tile_bytes,
 )
 from baton_spool import Made
 
@@ -40,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 Reply = TypeVar("Reply", SceneInfo, Tally)
 Floats = npt.NDArray[np.float32]
+Bytes = npt.NDArray[np.uint8]
 UNREAD, READ, DONE = 0, 1, 2  # states of a tile
 REAP_SECONDS = 10.0
 OPENING_FACTOR = 10  # seconds of wall time for one second of processor time that opening may take
@@ -132,6 +134,7 @@ class OpenScene:
     time and ends a running call, which then raises `SceneClosed`.
 
     Attributes:
+        card: of the model.
         info: size, bands and place of the raster.
     """
 
@@ -146,6 +149,7 @@ class OpenScene:
         fetch: RangeFetch | None = None,
     ) -> None:
         self._child, self._made, self._folder, self._request = handle, made, made.path, request
+        self.card = request.card
         self._release: Callable[[], None] | None = release
         self._fetch = fetch
         self._lock = threading.Lock()  # one question at a time
@@ -175,35 +179,45 @@ class OpenScene:
             send(self._child.sock, question, deadline=deadline)
             seconds = math.inf if self._fetch is None else self._fetch.opening_seconds
             self.info = self._parsed(SceneInfo, "info", self._receive(deadline, fetching=seconds))
+        card = self.card
+        if len(self.info.scaling) != 3 * len(card.bands) * card.frames:  # of a child that was taken over
+            raise RasterBroken("the raster could not be decoded")
         if self.info.tiles > limits.tiles:
             raise RasterTooLarge(f"the scene has {self.info.tiles} tiles; at most {limits.tiles} are allowed")
         self._tiles = bytearray(self.info.tiles)
 
-    def read(self, tile: int) -> Floats | None:
-        """Read the model's input for a tile; None if all of it is nodata: such a tile is not written.
+    def read(self, tile: int, count: int = 1) -> tuple[tuple[int, ...], Bytes]:
+        """Read tiles from `tile` on; one that is all nodata is left out and not written.
 
         Tiles are numbered row by row. Read them roughly in order: rows stay in memory until their tiles are
         read.
 
         Args:
             tile: 0 to `info.tiles` - 1; each once.
+            count: tiles to read; fewer are there at the scene's end.
 
         Returns:
-            shape (bands, frames, tile, tile), float32, normalised, 0.0 at nodata.
+            The numbers of the tiles, and their bytes, shape (tiles, bytes of each); see `tile_bytes`.
 
         Raises:
             GeoError: the raster is broken, too large or unusable.
             SceneClosed: the scene was closed.
             ValueError: the tile was read before.
         """
-        card = self._request.card
-        with self._lock, self._translated():
-            self._expect(tile, UNREAD)
-            send(self._child.sock, {"do": "read", "tile": tile}, deadline=self._deadline)
-            pixels = np.empty((len(card.bands), card.frames, card.tile, card.tile), np.float32)
-            body = self._receive(self._deadline, pixels.data.cast("B"))["body"]
-            self._tiles[tile] = READ if body else DONE
-            return pixels if body else None
+        self._expect(tile, UNREAD)
+        tiles = range(tile, min(tile + count, self.info.tiles))
+        card = self.card
+        each = sum(tile_bytes(len(card.bands) * card.frames, card.tile, self.info.carried))
+        strip = np.empty((len(tiles), each), np.uint8)
+        read: list[int] = []
+        for number in tiles:
+            with self._lock, self._translated():
+                self._expect(number, UNREAD)
+                send(self._child.sock, {"do": "read", "tile": number}, deadline=self._deadline)
+                body = self._receive(self._deadline, strip[len(read)].data)["body"]
+                self._tiles[number] = READ if body else DONE
+                read += [number] if body else []
+        return tuple(read), strip[: len(read)]
 
     def write(self, tile: int, scores: Floats) -> None:
         """Write the model's output for a tile that was read, in any order, each tile once.

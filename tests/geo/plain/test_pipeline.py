@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from geo.raster.made import read_tile
 from numpy.typing import NDArray
 from PIL import Image
 from safetensors.torch import load_file
@@ -44,7 +45,7 @@ def through_the_product(model_folder: Path, content: bytes, scratch: Path) -> ND
         card = Card.model_validate(config["baton_geo"])
         with decoders.open(scratch / "scene", SceneRequest(card=card)) as scene, torch.inference_mode():
             for tile in range(scene.info.tiles):
-                if (pixels := scene.read(tile)) is not None:
+                if (pixels := read_tile(scene, tile)) is not None:
                     scene.write(tile, model(torch.from_numpy(pixels)[None])[0].numpy())
             mask = scene.finish().mask
             assert mask is not None

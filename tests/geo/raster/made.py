@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import rasterio
+import torch
 from rasterio.errors import NotGeoreferencedWarning
 
 from baton_geo.card import Band, Card, ClassLabel
-from baton_geo.raster.messages import Products
+from baton_geo.raster.messages import CARRIED, Products
 from baton_geo.raster.open_scene import OpenScene
+from baton_geo.scenes import normalised
 
 NORTH_UP = rasterio.Affine(10.0, 0.0, 500_000.0, 0.0, -10.0, 5_000_000.0)
 UTM = "EPSG:32633"
@@ -61,10 +63,28 @@ def read_tiff(path: Path) -> npt.NDArray[Any]:
     return pixels
 
 
+def read_tile(scene: OpenScene, tile: int) -> npt.NDArray[np.float32] | None:
+    """A tile as the model sees it, shape (bands, frames, tile, tile); None if all of it is nodata."""
+    tiles, strip = scene.read(tile)
+    if not tiles:
+        return None
+    card, scaling = scene.card, torch.tensor(scene.info.scaling, dtype=torch.float32)
+    shape = len(card.bands), card.frames, card.tile, card.tile
+    carried = CARRIED.index(scene.info.carried)
+    seen: npt.NDArray[np.float32] = normalised(torch.from_numpy(strip), carried, scaling, shape)[0].numpy()
+    return seen
+
+
+def seen_by_the_model(prompt: dict[str, Any], shape: tuple[int, ...]) -> torch.Tensor:
+    """A prompt's tiles as the model sees them, shape (tiles, bands, frames, side, side)."""
+    image = prompt["multi_modal_data"]["image"]
+    return normalised(image["tiles"], int(image["carried"]), image["scaling"], shape)
+
+
 def run(scene: OpenScene, model: Model) -> Products:
     """Every tile through a model, in order."""
     for tile in range(scene.info.tiles):
-        pixels = scene.read(tile)
+        pixels = read_tile(scene, tile)
         if pixels is not None:
             scene.write(tile, model(pixels))
     return scene.finish()

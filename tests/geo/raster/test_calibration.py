@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import rasterio
 import torch
-from geo.raster.made import make_card, read_tiff, run, write_tiff
+from geo.raster.made import make_card, read_tiff, read_tile, run, write_tiff
 
 from baton_geo.card import Band, Card
 from baton_geo.errors import GeoError, RasterUnusable, RequestInvalid
@@ -51,7 +51,7 @@ def seen(
     """What the model gets of the first row, in the units of the card's mean; and what the scene says of itself."""
     request = SceneRequest(card=card, limits=GeoLimits(tile_bytes=0), **asked)
     with decoders.open(path, request) as scene:
-        tile = scene.read(0)
+        tile = read_tile(scene, 0)
         assert tile is not None
         return tile[0, 0, 0, :3].astype(np.float64) * card.bands[0].std, scene.info
 
@@ -85,7 +85,7 @@ def flooded(
         path = write_tiff(folder / "scene.tif", raw, nodata=NODATA)
         with decoders.open(path, SceneRequest(card=FLOOD, **asked)) as scene, torch.inference_mode():
             for tile in range(scene.info.tiles):
-                if (values := scene.read(tile)) is not None:
+                if (values := read_tile(scene, tile)) is not None:
                     scene.write(tile, model(torch.from_numpy(values)[None])[0].numpy())
             written = scene.finish().mask
             assert written is not None
@@ -217,7 +217,7 @@ def test_each_band_has_its_own(decoders: Decoders, tmp_path: Path) -> None:
     card = REFLECTANCE.model_copy(update={"bands": REFLECTANCE.bands * 2})
     request = SceneRequest(card=card, indices=(2, 1))
     with decoders.open(path, request) as scene:
-        tile = scene.read(0)
+        tile = read_tile(scene, 0)
         assert tile is not None
         np.testing.assert_allclose(tile[:, 0, 0, 0] * 0.1, [0.4, 0.4], atol=1e-6)
         assert any("for some bands" in note for note in scene.info.notes)
@@ -278,7 +278,7 @@ def test_nodata_is_found_before_scaling(decoders: Decoders, tmp_path: Path) -> N
     path = row(tmp_path / "a.tif", [0, 1000, 6000], "uint16", nodata=0)
     request = SceneRequest(card=REFLECTANCE, offset=-1000)
     with decoders.open(path, request) as scene:
-        tile = scene.read(0)
+        tile = read_tile(scene, 0)
         assert tile is not None
         np.testing.assert_allclose(tile[0, 0, 0, :3] * 0.1, [0, 0, 0.5], atol=1e-6)
         scene.write(0, np.zeros((2, 32, 32), np.float32))
@@ -389,13 +389,13 @@ def test_a_band_has_its_own_unit(decoders: Decoders, tmp_path: Path) -> None:
     path = beside(tmp_path / "a.tif", TRUTH * 10_000 + 1000, decibels)
     request = SceneRequest(card=RADAR, limits=GeoLimits(tile_bytes=0), scale=1e-4, offset=-0.1)
     with decoders.open(path, request) as scene:
-        tile = scene.read(0)
+        tile = read_tile(scene, 0)
     assert tile is not None
     np.testing.assert_allclose(tile[0, 0, 0, :3] * 0.1, TRUTH, atol=1e-5)
     np.testing.assert_allclose(tile[1, 0, 0, :3] * 5 - 12, decibels, atol=1e-5)
     whole = beside(tmp_path / "b.tif", TRUTH * 10_000, decibels, "int16", nodata=-9999)
     with decoders.open(whole, SceneRequest(card=RADAR, limits=GeoLimits(tile_bytes=0))) as scene:
-        tile = scene.read(0)
+        tile = read_tile(scene, 0)
     assert tile is not None
     np.testing.assert_allclose(tile[:, 0, 0, :3], [TRUTH / 0.1, (decibels + 12) / 5], atol=1e-5)
 
@@ -417,6 +417,6 @@ def test_nodata_may_be_replaced_by_a_number(decoders: Decoders, tmp_path: Path) 
     path = write_tiff(tmp_path / "a.tif", pixels, ("B1", "VV"), nodata=-9999)
     radar = RADAR.model_copy(update={"nodata_replace": 2.0})
     with decoders.open(path, SceneRequest(card=radar, limits=GeoLimits(tile_bytes=0))) as scene:
-        tile = scene.read(0)
+        tile = read_tile(scene, 0)
     assert tile is not None
     np.testing.assert_allclose(tile[:, 0, 0, :2], [[1.0, 0.002], [0.0, 2.8]], atol=1e-5)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from geo.raster.made import make_card, png_chunk, raw_png, read_tiff, run, sign_model
+from geo.raster.made import make_card, png_chunk, raw_png, read_tiff, read_tile, run, sign_model
 from geo.raster.refusals import outcome, refuse_bytes
 from PIL import Image
 
@@ -46,7 +46,7 @@ def first_tile(
     path = tmp_path / "a.png"
     path.write_bytes(data)
     with decoders.open(path, REQUEST) as scene:
-        tile = scene.read(0)
+        tile = read_tile(scene, 0)
         assert tile is not None
         return tile[:, 0]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from geo.raster.made import make_card, read_tiff, run, sign_model, write_tiff
+from geo.raster.made import make_card, read_tiff, read_tile, run, sign_model, write_tiff
 from geo.raster.processes import REQUEST, children_of, fork_server_of, until, works
 from support.paused_process import halt
 
@@ -39,7 +39,7 @@ def test_closing_leaves_nothing(own: Decoders, raster: Path, folder: Path) -> No
     before = psutil.Process().num_fds()
     for _ in range(3):
         with own.open(raster, SceneRequest(card=REQUEST.card, probabilities=True)) as scene:
-            scene.read(0)
+            read_tile(scene, 0)
             assert len(children_of(own)) == 1
             assert len(list(folder.iterdir())) == 1
         assert children_of(own) == []
@@ -47,7 +47,7 @@ def test_closing_leaves_nothing(own: Decoders, raster: Path, folder: Path) -> No
     assert psutil.Process().num_fds() == before
     scene.close()  # once more does no harm
     with pytest.raises(SceneClosed):
-        scene.read(1)
+        read_tile(scene, 1)
 
 
 def test_a_refused_raster_leaves_nothing(own: Decoders, tmp_path: Path, folder: Path) -> None:
@@ -95,7 +95,7 @@ def test_a_waiting_thread_is_woken(own: Decoders, raster: Path) -> None:
 
     def read() -> None:
         try:
-            scene.read(0)
+            read_tile(scene, 0)
         except SceneClosed as error:
             caught.append(error)
 
@@ -124,7 +124,7 @@ def test_a_child_that_dies(
 ) -> None:
     """A crash costs its own request, which hears what it means; the other scene and the next go on."""
     with own.open(raster, REQUEST) as scene, own.open(raster, REQUEST) as other:
-        scene.read(0)
+        read_tile(scene, 0)
         victim = min(children_of(own), key=lambda child: child.create_time())
         victim.send_signal(number)
         with pytest.raises(kind, match=words):
@@ -135,7 +135,7 @@ def test_a_child_that_dies(
 
 def run_rest(scene: OpenScene) -> None:
     for tile in range(1, scene.info.tiles):
-        scene.read(tile)
+        read_tile(scene, tile)
 
 
 def test_too_little_memory(own: Decoders, tmp_path: Path, raster: Path) -> None:
@@ -157,7 +157,7 @@ def test_a_child_that_hangs(own: Decoders, raster: Path) -> None:
         halt(children_of(own)[0].pid)
         started = time.monotonic()
         with pytest.raises(RasterTooLarge, match=r"longer than the 0.6 s allowed"):
-            scene.read(0)
+            read_tile(scene, 0)
         assert time.monotonic() - started < 10
     assert children_of(own) == []
 
@@ -205,7 +205,7 @@ def test_a_killed_fork_server_is_replaced(own: Decoders, raster: Path) -> None:
     server.kill()
     assert until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
     with pytest.raises(DecoderBusy):
-        scene.read(0)
+        read_tile(scene, 0)
     scene.close()
     assert works(own, raster)
     assert fork_server_of(own).pid != server.pid
@@ -227,7 +227,7 @@ def test_closing_the_decoders_ends_all(raster: Path, folder: Path) -> None:
     assert not server.is_running()
     assert until(lambda: not child.is_running())
     with pytest.raises(DecoderBusy):
-        scene.read(0)
+        read_tile(scene, 0)
     scene.close()
     with pytest.raises(RuntimeError, match="closed"):
         decoders.open(raster, REQUEST)
@@ -278,7 +278,7 @@ def test_threads_share_a_scene(decoders: Decoders, raster: Path) -> None:
     with decoders.open(raster, REQUEST) as scene:
 
         def one(tile: int) -> None:
-            pixels = scene.read(tile)
+            pixels = read_tile(scene, tile)
             assert pixels is not None
             scene.write(tile, sign_model(pixels))
 

@@ -12,6 +12,7 @@ from geo.raster.made import (
     make_card,
     raw_tiff,
     read_tiff,
+    read_tile,
     run,
     sign_model,
     write_strips,
@@ -85,7 +86,7 @@ def test_tiles_are_the_file(decoders: Decoders, tmp_path: Path, data: st.DataObj
     with decoders.open(path, request) as scene:
         assert scene.info.tiles == len(grid)
         for tile in range(scene.info.tiles):
-            got, expected = scene.read(tile), plain_tile(pixels, nodata, grid, tile)
+            got, expected = read_tile(scene, tile), plain_tile(pixels, nodata, grid, tile)
             assert (got is None) == (expected is None)
             if got is not None and expected is not None:
                 np.testing.assert_array_equal(got[:, 0], expected)
@@ -109,7 +110,7 @@ def test_against_rasterio_on_windows(decoders: Decoders, tmp_path: Path, layout:
         for tile in range(scene.info.tiles):
             row, column = grid.place(tile)
             window = rasterio.windows.Window(grid.xs[column], grid.ys[row], 64, 64)
-            got = scene.read(tile)
+            got = read_tile(scene, tile)
             assert got is not None
             np.testing.assert_array_equal(got[:, 0], file.read(window=window))
 
@@ -122,7 +123,7 @@ def test_strips_of_any_height(decoders: Decoders, tmp_path: Path, rows: int) -> 
     grid = Grid(90, 333, 32, 8)
     with decoders.open(path, SceneRequest(card=make_card(2), limits=GeoLimits(tile_bytes=0))) as scene:
         for tile in range(scene.info.tiles):
-            got, expected = scene.read(tile), plain_tile(pixels, None, grid, tile)
+            got, expected = read_tile(scene, tile), plain_tile(pixels, None, grid, tile)
             assert got is not None
             assert expected is not None
             np.testing.assert_array_equal(got[:, 0], expected)
@@ -141,7 +142,7 @@ def test_scaling_by_hand(decoders: Decoders, tmp_path: Path) -> None:
         bands=bands, classes=make_card().classes, tile=16, overlap=4, scale=1e-4, offset=-0.1, nodata=-9999
     )
     with decoders.open(write_tiff(tmp_path / "a.tif", pixels), SceneRequest(card=card)) as scene:
-        tile = scene.read(0)
+        tile = read_tile(scene, 0)
     assert tile is not None
     assert tile.shape == (2, 1, 16, 16)
     assert tile.dtype == np.float32
@@ -155,7 +156,7 @@ def test_float_files_have_a_scale_of_their_own(decoders: Decoders, tmp_path: Pat
     card = make_card(scale=1e-4, float_scale=2.0)
     path = write_tiff(tmp_path / "a.tif", np.full((1, 16, 16), 3, "float32"))
     with decoders.open(path, SceneRequest(card=card)) as scene:
-        tile = scene.read(0)
+        tile = read_tile(scene, 0)
     assert tile is not None
     assert (tile[0, 0] == 6.0).all()
 
@@ -165,7 +166,7 @@ def test_time_steps(decoders: Decoders, tmp_path: Path) -> None:
     pixels = np.arange(6, dtype="uint8")[:, None, None] + np.zeros((6, 32, 32), "uint8")
     card = make_card(3, frames=2)
     with decoders.open(write_tiff(tmp_path / "a.tif", pixels), SceneRequest(card=card)) as scene:
-        tile = scene.read(0)
+        tile = read_tile(scene, 0)
     assert tile is not None
     np.testing.assert_array_equal(tile[:, :, 0, 0], [[0, 3], [1, 4], [2, 5]])
 
@@ -177,7 +178,7 @@ def test_bands_by_name_and_by_index(decoders: Decoders, tmp_path: Path) -> None:
     card = make_card(2)
     for indices, expected in ((None, [2, 0]), ((1, 1), [1, 1])):
         with decoders.open(path, SceneRequest(card=card, indices=indices)) as scene:
-            tile = scene.read(0)
+            tile = read_tile(scene, 0)
             assert scene.info.names == ("b2", "other", "b1")
         assert tile is not None
         np.testing.assert_array_equal(tile[:, 0, 0, 0], expected)
@@ -238,7 +239,7 @@ def test_tiles_in_any_order(decoders: Decoders, tmp_path: Path, order: str) -> N
         tiles = list(range(scene.info.tiles))
         tiles = tiles[::-1] if order == "backwards" else [tile ^ 4 for tile in tiles if tile ^ 4 < len(tiles)]
         assert sorted(tiles) == list(range(scene.info.tiles))
-        read = {tile: scene.read(tile) for tile in tiles}
+        read = {tile: read_tile(scene, tile) for tile in tiles}
         for tile, values in sorted(read.items(), key=lambda item: -item[0]):
             assert values is not None
             scene.write(tile, sign_model(values))
@@ -254,10 +255,10 @@ def test_misuse_is_an_error_here(decoders: Decoders, tmp_path: Path) -> None:
         scores = np.zeros((2, 32, 32), np.float32)
         with pytest.raises(ValueError, match="not in turn"):
             scene.write(0, scores)
-        scene.read(0)
+        read_tile(scene, 0)
         for tile in (0, 4, -1):
             with pytest.raises(ValueError, match=f"tile {tile}"):
-                scene.read(tile)
+                read_tile(scene, tile)
         with pytest.raises(ValueError, match="shape"):
             scene.write(0, scores[:1])
         with pytest.raises(RuntimeError, match="not finite"):
@@ -271,7 +272,7 @@ def test_a_large_scene_of_nodata(decoders: Decoders, tmp_path: Path) -> None:
     """All tiles are None, and `finish` says that there is nothing to classify."""
     path = write_tiff(tmp_path / "a.tif", np.zeros((1, 1500, 1500), "uint8"), nodata=0, compress="deflate")
     with decoders.open(path, SceneRequest(card=make_card(tile=512))) as scene:
-        assert all(scene.read(tile) is None for tile in range(scene.info.tiles))
+        assert all(read_tile(scene, tile) is None for tile in range(scene.info.tiles))
         with pytest.raises(RasterUnusable, match="every pixel is nodata"):
             scene.finish()
 
@@ -280,7 +281,7 @@ def test_one_pixel(decoders: Decoders, tmp_path: Path) -> None:
     """A scene of one pixel is one tile, all of it that pixel."""
     path = write_tiff(tmp_path / "a.tif", np.full((1, 1, 1), 7, "uint8"))
     with decoders.open(path, SceneRequest(card=make_card())) as scene:
-        tile = scene.read(0)
+        tile = read_tile(scene, 0)
         assert tile is not None
         assert (tile == 7).all()
         scene.write(0, sign_model(tile))
@@ -303,7 +304,7 @@ def test_a_foreign_byte_order(decoders: Decoders, tmp_path: Path) -> None:
     path = tmp_path / "a.tif"
     path.write_bytes(raw_tiff(tags, b"\0\1\0\2\0\3\1\0", order=">"))
     with decoders.open(path, SceneRequest(card=make_card(), limits=GeoLimits(tile_bytes=0))) as scene:
-        tile = scene.read(0)
+        tile = read_tile(scene, 0)
     assert tile is not None
     np.testing.assert_array_equal(tile[0, 0, :2, :2], [[1, 2], [3, 256]])
 
@@ -317,6 +318,60 @@ def test_a_small_scene_of_one_value(decoders: Decoders, tmp_path: Path) -> None:
         assert run(scene, sign_model).areas[1].pixels == 180 * 180
 
 
+@pytest.mark.parametrize("replaced", [None, 3.0])
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "uint16", "int16", "float32"])
+def test_the_model_sees_the_same_whether_it_or_the_decoder_normalises(
+    decoders: Decoders, tmp_path: Path, dtype: str, replaced: float | None
+) -> None:
+    """Bit for bit: a multiplication and an addition in float32, and what the card says of nodata."""
+    limits = np.iinfo(dtype) if dtype != "float32" else np.iinfo("int16")
+    pixels = np.random.default_rng(7).integers(limits.min, limits.max, (2, 40, 52), np.int64).astype(dtype)
+    pixels[0, 5:20, 30:45] = 7
+    pixels[:, 39, 51] = 7  # what is beyond the scene is its edge
+    bands = (Band(name="A", mean=0.2, std=0.05), Band(name="B", mean=31.7, std=0.3))
+    card = make_card(2, scale=0.013, float_scale=0.013, nodata_replace=replaced)
+    card = card.model_copy(update={"bands": bands})
+    path = write_tiff(tmp_path / "a.tif", pixels, nodata=7)
+    with decoders.open(path, SceneRequest(card=card, offset=1.5)) as scene:
+        assert (scene.info.carried, scene.info.strip) == (dtype, 4 if dtype == "float32" else 8)
+        tiles = [read_tile(scene, tile) for tile in range(scene.info.tiles)]
+    times, plus, empty = np.empty((3, 2, 1, 1), np.float32)
+    for number, band in enumerate(bands):
+        times[number] = 0.013 / band.std
+        plus[number] = (1.5 * 0.013 - band.mean) / band.std
+        empty[number] = 0 if replaced is None else (replaced * 0.013 - band.mean) / band.std
+    expected = pixels.astype(np.float32) * times + plus
+    expected = np.where((pixels == 7).any(axis=0), empty, expected)
+    padded = np.pad(expected, [(0, 0), (0, 32), (0, 32)], mode="edge")
+    grid = Grid(52, 40, 32, 8)
+    for tile, seen in enumerate(tiles):
+        row, column = grid.place(tile)
+        y, x = grid.ys[row], grid.xs[column]
+        assert seen is not None
+        np.testing.assert_array_equal(seen[:, 0], padded[:, y : y + 32, x : x + 32])
+
+
+def test_a_strip_is_its_tiles_but_those_of_nodata(decoders: Decoders, tmp_path: Path) -> None:
+    """Read three at a time, the last strip is shorter, and one that is all nodata is empty."""
+    pixels = np.arange(1, 1 + 24 * 192, dtype=np.uint16).reshape(1, 24, 192)
+    pixels[0, :, 24:144] = 0
+    path = write_tiff(tmp_path / "a.tif", pixels, nodata=0)
+    card = make_card(tile=24, overlap=0)
+    with (
+        decoders.open(path, SceneRequest(card=card)) as scene,
+        decoders.open(path, SceneRequest(card=card)) as other,
+    ):
+        one_by_one = {tile: other.read(tile) for tile in range(8)}
+        strips = [scene.read(first, 3) for first in range(0, 8, 3)]
+        assert [tiles for tiles, _ in strips] == [(0,), (), (6, 7)]
+        for tiles, strip in strips:
+            for tile, own in zip(tiles, strip, strict=True):
+                np.testing.assert_array_equal(own, one_by_one[tile][1][0])
+        assert scene.tiles_done == 5
+        with pytest.raises(ValueError, match="tile 0"):
+            scene.read(0, 3)
+
+
 def test_numbers_that_float32_does_not_hold(decoders: Decoders, tmp_path: Path) -> None:
     """A billion and one less a billion is one: integers of 32 and 64 bits and float64 are normalised in float64."""
     values = 1_000_000_000 + np.arange(3)
@@ -324,7 +379,7 @@ def test_numbers_that_float32_does_not_hold(decoders: Decoders, tmp_path: Path) 
         pixels = np.broadcast_to(values.astype(dtype), (1, 16, 3))
         request = SceneRequest(card=make_card(), offset=-1e9)
         with decoders.open(write_tiff(tmp_path / "a.tif", np.ascontiguousarray(pixels)), request) as scene:
-            tile = scene.read(0)
+            tile = read_tile(scene, 0)
         assert tile is not None
         assert tile[0, 0, 0, :3].tolist() == [0, 1, 2], dtype
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import rasterio
-from geo.raster.made import NORTH_UP, UTM, make_card, read_tiff, run, sign_model, write_tiff
+from geo.raster.made import NORTH_UP, UTM, make_card, read_tiff, read_tile, run, sign_model, write_tiff
 from rasterio.enums import Resampling
 from rasterio.warp import reproject, transform
 
@@ -60,7 +60,7 @@ def whole(decoders: Decoders, files: list[Path], asked: SceneRequest) -> npt.NDA
         for tile in range(info.tiles):
             row, column = grid.place(tile)
             y, x = grid.ys[row], grid.xs[column]
-            part = scene.read(tile)
+            part = read_tile(scene, tile)
             if part is not None:
                 here = found[:, y : y + grid.tile, x : x + grid.tile]
                 here[:] = part[:, 0, : here.shape[1], : here.shape[2]]

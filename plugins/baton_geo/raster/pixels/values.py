@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from baton_geo.card import Card
 from baton_geo.errors import RasterUnusable
-from baton_geo.raster.messages import note
+from baton_geo.raster.messages import CARRIED, Carried, note, tile_bytes
 from baton_geo.raster.pixels.calibration import Conversion
 
 Pixels = npt.NDArray[Any]
@@ -33,10 +33,17 @@ NEGATIVE, NEGATIVE_SHARE = -0.02, 0.05
 
 
 class Scaling:
-    """The normalisation (raw * times + plus - mean) / std, as one multiplication and one addition."""
+    """The normalisation (raw * times + plus - mean) / std, as one multiplication and one addition.
 
-    def __init__(self, card: Card, conversion: Conversion) -> None:
+    The model does it for integers that float32 holds, from `numbers`; other tiles are normalised here.
+
+    Attributes:
+        carried: type in which tiles reach the model.
+    """
+
+    def __init__(self, card: Card, conversion: Conversion, dtype: np.dtype[Any]) -> None:
         self._frames, self._bands = card.frames, len(card.bands)
+        self.carried: Carried = next((name for name in CARRIED if name == dtype.name), "float32")
         std = np.array([band.std for band in card.bands] * card.frames)
         mean = np.array([band.mean for band in card.bands] * card.frames)
         self._times = (conversion.times / std)[:, None, None]
@@ -47,28 +54,54 @@ class Scaling:
             plus = [card.offset if band.scale is None else 0.0 for band in card.bands] * card.frames
             self._empty[:, 0] = (card.nodata_replace * np.array(units) + plus - mean) / std
 
-    def tile(self, raw: Pixels, valid: Valid, side: int) -> npt.NDArray[np.float32]:
-        """Return the model's input for a tile.
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """`SceneInfo.scaling`: all in float32, in the model's order, bands first and then time steps."""
+        lines = np.stack([self._times[:, 0], self._plus[:, 0], self._empty]).astype(np.float32)
+        in_order = lines.reshape(3, self._frames, self._bands).transpose(0, 2, 1)
+        return tuple(in_order.ravel().tolist())
+
+    def tile(self, raw: Pixels, valid: Valid, side: int) -> npt.NDArray[np.uint8]:
+        """Return a tile as `tile_bytes` says, its numbers of shape (bands, frames, side, side).
 
         Args:
             side: of the tile, pixels; beyond the scene it is filled with the edge pixels.
-
-        Returns:
-            shape (bands, frames, side, side), contiguous; at nodata 0.0, or what the card replaces it by.
         """
+        if self.carried == "float32":
+            return self._normalised(raw, valid, side).reshape(-1).view(np.uint8)
         rows, _, columns = raw.shape
+        size, more = tile_bytes(self._bands * self._frames, side, self.carried)
+        out = np.empty(size + more, np.uint8)
+        numbers = out[:size].view(self.carried).reshape(self._bands, self._frames, side, side)
+        steps = raw.transpose(1, 0, 2).reshape(self._frames, self._bands, rows, columns)
+        _fill(numbers, steps.transpose(1, 0, 2, 3))
+        out[size:] = 0
+        if not valid.all():
+            hidden = np.empty((side, side), np.bool_)
+            _fill(hidden, ~valid)
+            bits = np.packbits(hidden)
+            out[size : size + len(bits)] = bits
+        return out
+
+    def _normalised(self, raw: Pixels, valid: Valid, side: int) -> npt.NDArray[np.float32]:
+        """Normalise a tile; at nodata it is 0.0, or what the card replaces it by."""
         out = np.empty((self._frames * self._bands, side, side), np.float32)
-        inner = out[:, :rows, :columns]
         exact = np.promote_types(raw.dtype, np.float32)  # float64 for what float32 does not hold
         scaled = np.multiply(raw.transpose(1, 0, 2), self._times.astype(exact), dtype=exact, casting="unsafe")
         scaled += self._plus.astype(exact)
-        inner[:] = scaled
         if not valid.all():
-            inner[:, ~valid] = self._empty
-        out[:, :rows, columns:] = out[:, :rows, columns - 1 : columns]
-        out[:, rows:] = out[:, rows - 1 : rows]
+            scaled[:, ~valid] = self._empty
+        _fill(out, scaled)
         frames = out.reshape(self._frames, self._bands, side, side)
         return np.ascontiguousarray(frames.transpose(1, 0, 2, 3))
+
+
+def _fill(out: Pixels, inner: Pixels) -> None:
+    """Fill the last two axes with `inner`, and beyond it with its edge."""
+    rows, columns = inner.shape[-2:]
+    out[..., :rows, :columns] = inner
+    out[..., :rows, columns:] = out[..., :rows, columns - 1 : columns]
+    out[..., rows:, :] = out[..., rows - 1 : rows, :]
 
 
 class PixelCheck:
