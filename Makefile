@@ -21,7 +21,7 @@ TWO_PROCESSES = --numprocesses 2 --dist loadscope --no-loadscope-reorder
 
 INSTALL = $(BIN)/python .ci/install.py
 
-.PHONY: help serve demo demo-vision ui screenshots ray test lint format docs docs-reference bench bench-starts bench-handoff bench-automatic bench-court bench-replay bench-joins bench-scale bench-transfer bench-exactness bench-pooling bench-latent bench-vision bench-batches chaos soak image image-test lock schemas next-vllm dist clean
+.PHONY: help serve demo demo-vision ui screenshots ray test lint format docs docs-reference bench bench-starts bench-handoff bench-automatic bench-court bench-replay bench-relays bench-joins bench-scale bench-transfer bench-exactness bench-pooling bench-latent bench-vision bench-batches chaos soak image image-test lock schemas next-vllm dist clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -83,6 +83,9 @@ bench-court: $(VENV)/.dev ## Count wrong answers after faults in stored KV, besi
 
 bench-replay: $(VENV)/.dev ## Replay sessions of coding agents and count what is prefilled, beside plain vLLM (fifteen minutes)
 	$(BIN)/python bench/replay.py $(ARGS)
+
+bench-relays: $(VENV)/.dev ## Count relays whose answer differs from a computed one, a slice at a time (40 minutes; ARGS="--minutes 5")
+	$(BIN)/python bench/relays.py $(ARGS)
 
 bench-joins: $(VENV)/.dev ## Measure what joins of handoffs cost, and what moved KV does to answers (twenty minutes)
 	$(BIN)/python bench/joins.py $(ARGS)

@@ -1,8 +1,8 @@
 """Count wrong answers after faults in stored KV: Baton beside vLLM's own connectors. `make bench-court`.
 
 SmolLM2-135M in float32, answers of greedy tokens. Each trial stores a context's KV, does one thing to its
-files, asks for the context again, and compares the answer with that of an engine that stores and loads
-nothing. A wrong answer is one with status 200 and other tokens.
+files, asks for the context again, and compares the answer with what the same engine says when it finds
+nothing stored. A wrong answer is one with status 200 and other tokens.
 
 vLLM 0.32 has two ways to keep KV in files. `ExampleConnector` runs on CPUs, behind vLLM's own server, and is
 asked like Baton. The file tier of its offloading (`vllm/v1/kv_offload/tiering/fs`) refuses CPUs as devices
@@ -27,7 +27,7 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from typing import Any
 import httpx
 import torch
 from handoff import ASKED, prompt, table
-from servers import Server, free_port, machine
+from servers import KV_BYTES, Server, free_port, machine
 
 from baton.config.settings import load_settings
 from baton.models.store import ModelStore
@@ -51,11 +51,7 @@ store = "file:{folder}/store"
 name = "baton"
 model = "{model}"
 handoff = true
-args = {{ enable_prefix_caching = false, max_num_seqs = 4, dtype = "float32", max_model_len = 1024 }}
-
-[[engines]]
-name = "plain"
-model = "{model}"
+kv_cache_memory = {memory}
 args = {{ enable_prefix_caching = false, max_num_seqs = 4, dtype = "float32", max_model_len = 1024 }}
 """
 CONTEXT, WHOLE = 280, 300
@@ -124,6 +120,12 @@ class System:
         """Store a context's KV."""
         raise NotImplementedError
 
+    async def computed(self, context: Context) -> Tokens:
+        """The answer of the same engine that finds nothing stored; the files are as before afterwards."""
+        _, body = await self.ask(context.whole)
+        tokens: Tokens = body["choices"][0]["token_ids"]
+        return tokens
+
     async def use(self, context: Context) -> Answer:
         """Ask for it again, with what B adds."""
         status, body = await self.ask(context.own, **context.more)
@@ -148,12 +150,6 @@ class Baton(System):
         files = sorted(path for path in self.stored() - before if "entries" in path.parts)
         return Context(files, context + own, own, {"handoff": {"from": handoff}})
 
-    async def computed(self, whole: Tokens) -> Tokens:
-        """The answer of the engine beside it, which stores and loads nothing."""
-        _, body = await self.ask(whole, model="plain")
-        tokens: Tokens = body["choices"][0]["token_ids"]
-        return tokens
-
 
 class Example(System):
     """vLLM's ExampleConnector: a prompt that was computed is loaded when it comes again."""
@@ -162,6 +158,15 @@ class Example(System):
         before, whole = self.stored(), prompt(WHOLE, seed)
         await self.ask(whole, max_tokens=1)
         return Context(sorted(self.stored() - before), whole, whole)
+
+    async def computed(self, context: Context) -> Tokens:
+        """Asked while the context's folder is elsewhere."""
+        folder, aside = context.files[0].parent, self.store.with_name("aside")
+        folder.rename(aside)
+        tokens = await super().computed(context)
+        shutil.rmtree(folder)
+        aside.rename(folder)
+        return tokens
 
 
 def change(path: Path, change_bytes: Callable[[bytearray], None]) -> None:
@@ -248,18 +253,13 @@ async def before(system: System, trials: int) -> Tuned:
 Verdicts = dict[str, Counter[str]]
 
 
-async def trial(
-    system: System, fault: str, number: int, tuned: Tuned, reference: Callable[[Tokens], Awaitable[Tokens]]
-) -> str:
+async def trial(system: System, fault: str, number: int, tuned: Tuned) -> str:
     """One fault, and the verdict on the answer after it."""
     chance = random.Random(seed_of(fault, number))  # which bit: a run can be repeated
-    if fault == STALE:
-        context = tuned.stale[number]
-    else:
-        context = await system.keep(seed_of(fault, number))
-        others = await system.keep(seed_of(fault, number) + 5) if fault == SWAPPED else context
-        do(fault, context.files, chance, others.files, tuned.bytes[number])
-    expected = await reference(context.whole)
+    context = tuned.stale[number] if fault == STALE else await system.keep(seed_of(fault, number))
+    expected = await system.computed(context)
+    others = await system.keep(seed_of(fault, number) + 5) if fault == SWAPPED else context
+    do(fault, context.files, chance, others.files, tuned.bytes[number])
     answer = await system.use(context)
     if answer.tokens is None:
         return "no answer"
@@ -268,16 +268,15 @@ async def trial(
     return "right, loaded" if answer.cached else "right, computed"
 
 
-async def judge(
-    system: System, trials: int, tuned: Tuned, reference: Callable[[Tokens], Awaitable[Tokens]]
-) -> Verdicts:
+async def judge(system: System, trials: int, tuned: Tuned) -> Verdicts:
     """All faults; a server that does not answer any more ends them."""
     found: Verdicts = {fault: Counter() for fault in FAULTS}
     for fault in ORDER:
         for number in range(trials):
-            verdict = await trial(system, fault, number, tuned, reference)
+            verdict = await trial(system, fault, number, tuned)
             found[fault][verdict] += 1
-            if verdict == "no answer" and isinstance(system, Example):
+            print(f"{system.model}: {fault}: {verdict}", file=sys.stderr, flush=True)
+            if verdict == "no answer":
                 await asyncio.sleep(2)
                 if (await system.ask(prompt(8, 1), max_tokens=1))[0] != 200:
                     found[fault]["server lost"] += 1
@@ -288,7 +287,7 @@ async def judge(
 def baton(folder: Path, model: Path) -> Server:
     """A gateway with an engine that hands over and one that does not."""
     config, port = folder / "baton.toml", free_port()
-    config.write_text(CONFIG.format(folder=folder, model=model))
+    config.write_text(CONFIG.format(folder=folder, model=model, memory=KV_BYTES))
     command = [str(Path(sys.executable).parent / "baton"), "serve", "--config", str(config)]
     return Server("baton", [*command, "--port", str(port)], f"http://127.0.0.1:{port}")
 
@@ -303,7 +302,7 @@ def example(folder: Path, model: Path) -> Server:
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
         *("--served-model-name", "example", "--host", "127.0.0.1", "--port", str(port)),
         *("--dtype", "float32", "--enforce-eager", "--no-enable-prefix-caching", "--max-model-len", "1024"),
-        *("--kv-cache-memory-bytes", str(256 << 20), "--max-num-seqs", "4", "--enable-prompt-tokens-details"),
+        *("--kv-cache-memory-bytes", str(KV_BYTES), "--max-num-seqs", "4", "--enable-prompt-tokens-details"),
         *("--max-num-batched-tokens", "1024", "--kv-transfer-config", json.dumps(kept)),
     ]
     return Server("example", command, f"http://127.0.0.1:{port}")
@@ -459,29 +458,33 @@ def cell(verdicts: Counter[str]) -> str:
     return ", ".join(f"{verdicts[name]} {name}" for name in sorted(verdicts, key="wrong".__ne__)) or "not run"
 
 
+SYSTEMS: dict[str, type[System]] = {"example": Example, "baton": Baton}
+STORES = {"example": "example", "baton": "store"}
+STARTS = {"example": example, "baton": baton}
+TITLES = {"example": "vLLM's ExampleConnector", "baton": "Baton"}
+
+
 def run(folder: Path, options: argparse.Namespace) -> None:
-    """The weights of the fine-tune first, then those that all answers are compared with, in one folder."""
-    store = ModelStore(load_settings(None).models_folder)
-    source, model = Path(store.resolve(options.model)), folder / "model"
-    fine_tune(source, model)
-    systems = [Baton("baton", folder / "store"), Example("example", folder / "example")]
-    starts = [baton, example]
-    tuned = []
-    for system, start in zip(systems, starts, strict=True):
+    """The weights of the fine-tune first, then those that are asked, in one folder."""
+    source, model = (
+        Path(ModelStore(load_settings(None).models_folder).resolve(options.model)),
+        folder / "model",
+    )
+    found = {}
+    for name in options.systems:
+        fine_tune(source, model)
+        system, start = SYSTEMS[name](name, folder / STORES[name]), STARTS[name]
         with start(folder, model) as server:
             system.url = server.url
-            tuned.append(asyncio.run(before(system, options.trials)))
-    replace_weights(source, model)
-    gateway, other = systems
-    assert isinstance(gateway, Baton)
-    with baton(folder, model) as plain:
-        gateway.url = plain.url
-        verdicts = [asyncio.run(judge(gateway, options.trials, tuned[0], gateway.computed))]
-        with example(folder, model) as server:
-            other.url = server.url
-            verdicts.append(asyncio.run(judge(other, options.trials, tuned[1], gateway.computed)))
-    rows = [[fault, *(cell(each[fault]) for each in reversed(verdicts))] for fault in FAULTS]
-    table(["what was done", "vLLM's ExampleConnector", "Baton"], rows)
+            tuned = asyncio.run(before(system, options.trials))
+        replace_weights(source, model)
+        with start(folder, model) as server:
+            system.url = server.url
+            found[TITLES[name]] = asyncio.run(judge(system, options.trials, tuned))
+    table(
+        ["what was done", *found],
+        [[fault, *(cell(each[fault]) for each in found.values())] for fault in FAULTS],
+    )
 
 
 def main() -> None:
@@ -489,6 +492,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trials", type=int, default=4, help="of each fault")
     parser.add_argument("--model", default="smollm2", help="an embedded model's name, or a folder")
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--tiers", action="store_true", help="only what needs no engine")
     options = parser.parse_args()
     typed = f"make bench-court ARGS='{' '.join(sys.argv[1:])}'"

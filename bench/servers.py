@@ -144,7 +144,7 @@ def plain_vllm(model: Path, *, spins: str | None = None) -> Server:
     return Server("plain vLLM", command, f"http://127.0.0.1:{port}", own)
 
 
-def tiny_model(source: Path, folder: Path) -> Path:
+def tiny_model(source: Path, folder: Path, head: int = 32) -> Path:
     """A random two-layer model with the source's tokenizer: the front end is what is measured."""
     script = f"""
 import torch
@@ -152,7 +152,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 config = AutoConfig.from_pretrained({str(source)!r})
 config.num_hidden_layers, config.hidden_size, config.intermediate_size = 2, 64, 128
 config.num_attention_heads = config.num_key_value_heads = 2
-config.head_dim = 32
+config.head_dim = {head}
 torch.manual_seed(0)
 AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained({str(folder)!r})
 AutoTokenizer.from_pretrained({str(source)!r}).save_pretrained({str(folder)!r})
