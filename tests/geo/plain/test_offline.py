@@ -122,8 +122,8 @@ def as_published(config: dict[str, Any]) -> dict[str, Any]:
         "head_channel_list": decoder["head_channels"],
         "num_classes": decoder["num_classes"],
     }
-    scaling = {name: [band[name] for band in bands] for name in ("mean", "std")}
-    published = {"model_args": model_args, **scaling}
+    scaling = {f"{name}s": [band[name] for band in bands] for name in ("mean", "std")}
+    published = {"model_args": model_args, "data": {"init_args": scaling}}
     return {"architectures": ["PrithviGeoSpatialMAE"], "num_classes": 0, "pretrained_cfg": published}
 
 
