@@ -90,10 +90,14 @@ class Context:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back: `tokens` is None without a 200; `cached` tokens came from stored KV."""
+    """What came back: `tokens` is None without a 200; `cached` tokens came from stored KV.
+
+    `refused`: a 4xx, which says why.
+    """
 
     tokens: Tokens | None
     cached: int = 0
+    refused: bool = False
 
 
 class System:
@@ -130,7 +134,7 @@ class System:
         """Ask for it again, with what B adds."""
         status, body = await self.ask(context.own, **context.more)
         if status != 200:
-            return Answer(None)
+            return Answer(None, refused=400 <= status < 500)
         details = body["usage"].get("prompt_tokens_details") or {}
         return Answer(body["choices"][0]["token_ids"], details.get("cached_tokens", 0))
 
@@ -262,7 +266,7 @@ async def trial(system: System, fault: str, number: int, tuned: Tuned) -> str:
     do(fault, context.files, chance, others.files, tuned.bytes[number])
     answer = await system.use(context)
     if answer.tokens is None:
-        return "no answer"
+        return "refused" if answer.refused else "no answer"
     if answer.tokens != expected:
         return "wrong"
     return "right, loaded" if answer.cached else "right, computed"
