@@ -26,6 +26,7 @@ import shutil
 import sys
 import tempfile
 import threading
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -90,9 +91,12 @@ class Context:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back: `tokens` is None without a 200; `cached` tokens came from stored KV.
+    """The answer to a request.
 
-    `refused`: a 4xx, which says why.
+    Attributes:
+        tokens: None without a 200.
+        cached: how many came from stored KV.
+        refused: it is a 4xx, which says why.
     """
 
     tokens: Tokens | None
@@ -100,7 +104,7 @@ class Answer:
     refused: bool = False
 
 
-class System:
+class System(ABC):
     """One way to keep KV in files, asked over HTTP."""
 
     def __init__(self, model: str, store: Path) -> None:
@@ -120,9 +124,9 @@ class System:
         """All files in the store."""
         return {path for path in self.store.rglob("*") if path.is_file()}
 
+    @abstractmethod
     async def keep(self, seed: int) -> Context:
         """Store a context's KV."""
-        raise NotImplementedError
 
     async def computed(self, context: Context) -> Tokens:
         """The answer of the same engine that finds nothing stored; the files are as before afterwards."""
@@ -195,7 +199,7 @@ def flip(fault: str, chance: random.Random) -> Callable[[bytearray], None]:
 
 
 def zero_half(data: bytearray) -> None:
-    """What a file may hold after its length was written and its bytes were not."""
+    """Zero the second half, as after a write of which only the length reached the disk."""
     data[len(data) // 2 :] = bytes(len(data) - len(data) // 2)
 
 
@@ -230,7 +234,7 @@ def do(fault: str, files: list[Path], chance: random.Random, others: list[Path],
 
 @dataclass
 class Tuned:
-    """What the other fine-tune left in a store: contexts whose store is kept, and bytes of files."""
+    """The other fine-tune's store: contexts whose files are kept, and bytes of files."""
 
     stale: list[Context]
     bytes: list[list[bytes]]
@@ -289,7 +293,7 @@ async def judge(system: System, trials: int, tuned: Tuned) -> Verdicts:
 
 
 def baton(folder: Path, model: Path) -> Server:
-    """A gateway with an engine that hands over and one that does not."""
+    """A gateway with one engine that hands over."""
     config, port = folder / "baton.toml", free_port()
     config.write_text(CONFIG.format(folder=folder, model=model, memory=KV_BYTES))
     command = [str(Path(sys.executable).parent / "baton"), "serve", "--config", str(config)]
@@ -448,7 +452,7 @@ def judge_tier(tier: FileTier | LMCacheTier, trials: int) -> Verdicts:
 
 
 def print_tiers(folder: Path, trials: int) -> None:
-    """What the tiers that need no engine do."""
+    """Print how the tiers that need no engine take each fault."""
     tiers: dict[str, FileTier | LMCacheTier] = {"vLLM's file tier": FileTier(folder)}
     if importlib.util.find_spec("lmcache") is not None:
         tiers[f"LMCache {importlib.metadata.version('lmcache')}"] = LMCacheTier(folder)

@@ -127,7 +127,7 @@ def session(chance: random.Random, common: list[int], lengths: Lengths) -> Agent
 
 @dataclass
 class Conversation:
-    """What one agent has sent and got so far, and what it does next."""
+    """The state of one agent: its context so far, and the next turn."""
 
     agent: Agent
     context: list[int] = field(default_factory=list)
@@ -170,7 +170,7 @@ class Memory:
 
 @dataclass
 class Found:
-    """What one way of serving did.
+    """The figures of one way of serving.
 
     Attributes:
         asked: tokens of all prompts, before the restart and after it.
@@ -297,7 +297,7 @@ TITLES = {
 def servers_of(
     way: str, folder: Path, model: Path, memory: Memory, stack: ExitStack
 ) -> Callable[[], Iterator[Server]]:
-    """How the servers of a way are started, as often as one wants."""
+    """Make the function that starts the servers of a way, as often as one wants."""
     url = stack.enter_context(valkey_server(folder)) if way == BATON_TWO else ""
     names = ("one", "two") if way in (PLAIN_TWO, BATON_TWO) else ("one",)
 

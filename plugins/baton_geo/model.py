@@ -294,7 +294,7 @@ class PrithviForSegmentation(nn.Module, IsAttentionFree, SupportsMultiModal):
         done = []
         for first in range(
             0, starts[-1], most
-        ):  # however many strips there are, few tiles are floats at once
+        ):  # few tiles are floats at once, however many strips there are
             parts = [
                 normalised(strip[max(first - start, 0) : first + most - start], number, line, self._shape)
                 for strip, number, line, start in strips

@@ -336,6 +336,23 @@ async def test_scenes_expire_and_make_room(tmp_path: Path) -> None:
     assert not list((tmp_path / "scenes").iterdir())
 
 
+def test_a_file_that_made_room_since_it_was_found_is_a_404(tmp_path: Path) -> None:
+    """Its record was read, then another scene took its place: asked for whole, in ranges and by HEAD."""
+    made = tmp_path / "made"
+    made.mkdir()
+    with gateway_of(tmp_path, Files(made)) as gateway, gateway.client() as client:
+        begun = client.post("/v1/scenes", json=BODY)
+        shown = finished(client, begun.headers["Location"])
+        name = shown["files"][0]["name"]
+        where = f"{begun.headers['Location']}/{name}"
+        assert client.get(where).status_code == 200
+        (kept,) = (tmp_path / "scenes").rglob(name)
+        kept.unlink()
+        for answer in client.get(where), client.get(where, headers={"Range": "bytes=0-1"}):
+            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "scene_not_found")
+        assert client.head(where).status_code == 404
+
+
 async def test_a_job_that_ends_while_it_is_listed_keeps_its_files(tmp_path: Path) -> None:
     """Who reads it as running looks again once its lock is free."""
     file = tmp_path / "mask.tif"

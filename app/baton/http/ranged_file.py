@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
+from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import FileResponse
 from starlette.types import Receive, Scope, Send
 
 from baton.admission.fair_threads import in_own_thread
-from baton.errors import RangeNotSatisfiable
+from baton.errors import BatonError, RangeNotSatisfiable
 
 RANGE = re.compile(r"(?=\d|-\d)(\d{0,300})-(\d{0,300})", re.ASCII)
 
@@ -20,13 +22,23 @@ class RangedFileResponse(FileResponse):
 
     Starlette refuses what the standard has ignored, and answers a file's end with plain text: what it is
     given of `Range` is only what it can send.
+
+    Args:
+        gone: raised where the file was removed since it was found.
     """
 
+    def __init__(self, path: Path, *, gone: BatonError, **options: Any) -> None:
+        super().__init__(path, **options)
+        self._gone = gone
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            found = self.stat_result = await in_own_thread(os.stat, self.path)
+        except FileNotFoundError:
+            raise self._gone from None
+        self.set_stat_headers(found)
         asked = Headers(scope=scope)
         if "range" in asked:
-            found = self.stat_result = await in_own_thread(os.stat, self.path)
-            self.set_stat_headers(found)
             scope = dict(scope, headers=list(scope["headers"]))
             headers = MutableHeaders(scope=scope)
             known = (None, self.headers["etag"], self.headers["last-modified"])

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import Awaitable, Callable, Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import structlog
@@ -72,7 +70,7 @@ Seconds = Annotated[int, Field(ge=3600, le=30 * 86400)]
 
 
 class ExpiresAfter(Closed):
-    """How long a file lives."""
+    """The life of a file."""
 
     anchor: Literal["created_at"] = Field(description="From when on.")
     seconds: Seconds = Field(description="Its life, in seconds.")
@@ -229,20 +227,13 @@ async def retrieve_content(request: Request, file_id: str) -> Response:
     """Send what a file holds."""
     tenant = context_of(request).tenant
     found, path = await batches_of(request).use(tenant, lambda store: store.content(file_id, tenant))
-    return _Content(path, found["filename"])
-
-
-class _Content(RangedFileResponse):
-    """The answer with a file's bytes; the file may be deleted before it is opened."""
-
-    def __init__(self, path: Path, name: str) -> None:
-        headers = {"X-Content-Type-Options": "nosniff"}
-        super().__init__(path, media_type="application/octet-stream", filename=name, headers=headers)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if not await in_own_thread(os.path.exists, self.path):
-            raise ClientFileNotFound()
-        await super().__call__(scope, receive, send)
+    return RangedFileResponse(
+        path,
+        gone=ClientFileNotFound(),
+        media_type="application/octet-stream",
+        filename=found["filename"],
+        headers={"X-Content-Type-Options": "nosniff"},
+    )
 
 
 @router.delete("/v1/files/{file_id}")

@@ -97,7 +97,7 @@ HEADERS = {
 @docs_router.get("/docs")
 async def page() -> RangedFileResponse:
     """Return the page with the API's documentation."""
-    return RangedFileResponse(FOLDER / "index.html", media_type="text/html", headers=HEADERS)
+    return RangedFileResponse(FOLDER / "index.html", gone=NotFound(), media_type="text/html", headers=HEADERS)
 
 
 @docs_router.get("/docs/{file}")
@@ -110,7 +110,7 @@ async def page_file(file: str) -> RangedFileResponse:
     media_type = MEDIA_TYPES.get(file)
     if media_type is None:
         raise NotFound()
-    return RangedFileResponse(FOLDER / file, media_type=media_type, headers=HEADERS)
+    return RangedFileResponse(FOLDER / file, gone=NotFound(), media_type=media_type, headers=HEADERS)
 
 
 @docs_router.get("/redoc")

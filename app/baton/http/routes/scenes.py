@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse
 from baton.admission.fair_threads import in_own_thread
 from baton.engines.backend import Json
 from baton.engines.engine import Engine
-from baton.errors import InvalidRequest, OperationUnsupported
+from baton.errors import InvalidRequest, OperationUnsupported, SceneNotFound
 from baton.http.answer import engage, strip, unless_gone
 from baton.http.follow_up import FIELD
 from baton.http.ranged_file import RangedFileResponse
@@ -186,7 +186,9 @@ async def get_scene_file(request: Request, scene_id: str, name: str) -> Response
     asked = [part.strip().removeprefix("W/") for part in request.headers.get("if-none-match", "").split(",")]
     if etag in asked or "*" in asked:
         return Response(status_code=304, headers=headers)
-    return RangedFileResponse(path, media_type=file.media_type, filename=file.name, headers=headers)
+    return RangedFileResponse(
+        path, gone=SceneNotFound(), media_type=file.media_type, filename=file.name, headers=headers
+    )
 
 
 def _address(gateway: Gateway, job: Job) -> str:
