@@ -330,11 +330,12 @@ class SchedulerRole:
         blocks, states = self._states.among(request_id, self._blocks_of(block_ids, kept), kept, last)
         held = [block for ids in block_ids for block in ids if block != NULL_BLOCK]
         held += self._states.held(request_id)
-        if (failure := self._refusal(blocks, kept, held, whole, yields=wanted.least > 0)) is not None:
+        parts = self._parts_before(plan, key, kept) if plan is not None else ()
+        written = self._written(blocks, parts) if wanted.least else None
+        if (failure := self._refusal(blocks, kept, held, whole, written)) is not None:
             self._outcomes.append(TransferOutcome(request_id, key, Transfer.SAVE, wanted.tag, failure))
             return False, None
-        self._held.hold(request_id, held, yields=wanted.least > 0)
-        parts = self._parts_before(plan, key, kept) if plan is not None else ()
+        self._held.hold(request_id, held, yields=written is not None)
         made_by = self._fingerprint_of(wanted)
         job = SaveJob(
             request_id,
@@ -365,20 +366,33 @@ class SchedulerRole:
             return None
         return wanted, key
 
+    def _written(self, blocks: tuple[GroupBlocks, ...], parts: tuple[Part, ...]) -> int:
+        """Return the number of a context's blocks that its save writes, behind the entries that it goes on after."""
+        first = parts[-1].stop if parts else 0
+        groups = zip(self._groups, blocks, strict=True)
+        return sum(
+            len(each.ids) if group.state else max(0, each.indexes.stop - max(first, each.first))
+            for group, each in groups
+        )
+
     def _refusal(
-        self, blocks: tuple[GroupBlocks, ...], kept: int, held: Sequence[int], whole: bool, *, yields: bool
+        self, blocks: tuple[GroupBlocks, ...], kept: int, held: Sequence[int], whole: bool, written: int | None
     ) -> TransferFailure | None:
-        """Check whether a context may be saved with `kept` tokens; return the reason against it, or None."""
+        """Check whether a context may be saved with `kept` tokens; return the reason against it, or None.
+
+        Args:
+            written: number of blocks that a save that nobody waits for writes; None: somebody waits for it.
+        """
         groups = zip(self._groups, blocks, strict=True)
         if not whole or kept < 1 or not all(_is_whole(group, each, kept) for group, each in groups):
             return TransferFailure.NOT_WHOLE
-        return None if self._held.has_room_for(held, yields=yields) else TransferFailure.BUSY
+        return None if self._held.has_room_for(held, written) else TransferFailure.BUSY
 
     def _parts_before(self, plan: Plan, key: str, kept: int) -> tuple[Part, ...]:
         """Select the entries that hold the first blocks of a context already, as parts of its entry `key`.
 
         The last block is never among them. An entry keeps whole files of others, of its own scope only, so
-        they end where it would use less than half of one; if there would be too many, there are none.
+        they end where it would use less than half of one; of too many there is the first half.
         """
         whole = min(plan.shared, kept - 1) // self._block_size
         if len({group.tokens for group in self._groups if group.keeps_all}) != 1:
@@ -390,7 +404,9 @@ class SchedulerRole:
             parts.append(replace(part, stop=min(part.stop, whole)))
             reached = part.stop
         scopes = {each.partition("/")[0] for each in (key, *(part.key for part in plan.parts))}
-        return tuple(parts) if len(parts) <= MAX_SHARED and len(scopes) == 1 else ()
+        if len(parts) > MAX_SHARED:
+            parts = parts[: MAX_SHARED // 2]
+        return tuple(parts) if len(scopes) == 1 else ()
 
     def _save(self, job: SaveJob) -> None:
         """Add a save to this step's jobs."""
@@ -545,17 +561,20 @@ class HeldBlocks:
         """True if saves hold blocks, and one began or ended within the last second: more will be free."""
         return bool(self._saves) and time.monotonic() - self._moved < SAVED_WITHIN_S
 
-    def has_room_for(self, block_ids: Sequence[int], *, yields: bool = False) -> bool:
+    def has_room_for(self, block_ids: Sequence[int], written: int | None = None) -> bool:
         """Check whether a save may hold these blocks.
 
-        A save that `yields`, for which nobody waits, leaves room for those that somebody waits for, which do
-        not count the blocks that yielding saves hold.
+        A save that nobody waits for leaves room for those that somebody waits for, which do not count the
+        blocks that it holds. The only one may hold more than the most if it writes few of them: it ends soon.
+
+        Args:
+            written: number of blocks that a save that nobody waits for writes; None: somebody waits for it.
         """
-        holders = self._holders if yields else self._awaited
-        new = len(set(block_ids) - holders.keys())
+        holders = self._awaited if written is None else self._holders
         if not holders:
-            return not yields or new <= self._most
-        return len(holders) + new <= (self._most // self.YIELDING if yields else self._most)
+            return written is None or written <= self._most
+        most = self._most if written is None else self._most // self.YIELDING
+        return len(holders) + len(set(block_ids) - holders.keys()) <= most
 
     def hold(self, request_id: str, block_ids: Sequence[int], *, yields: bool = False) -> None:
         """Count the blocks of a request whose save begins."""

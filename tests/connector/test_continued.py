@@ -11,9 +11,10 @@ import torch
 from connector.role_engines import BLOCK, SECRET, Engine
 from support.memory_store import MemoryStore
 
-from baton_kv.contract import new_key, params_to_load, transfer_params
+from baton_kv.contract import TransferFailure, new_key, params_to_load, transfer_params
 from baton_kv.entry import Entry
 from baton_kv.format import EntryDescription
+from baton_kv.scheduler_role import SchedulerRole
 from baton_kv.stores.base import MAX_SHARED, Store
 from baton_kv.stores.file import FileStore
 
@@ -58,10 +59,11 @@ class Contexts:
         source: str | None = None,
         limit: int | None = None,
         key: str | None = None,
+        least: int | None = None,
     ) -> str:
-        """Compute a context, whose last token has no KV yet, and save it."""
+        """Compute a context, whose last token has no KV yet, and save it; `""` if the engine is too busy."""
         request, key = self._request(), key or new_key(self.scope)
-        params = transfer_params(save=key, load=source, limit=limit)
+        params = transfer_params(save=key, load=source, limit=limit, least=least)
         self.engine.scheduler.matched(request, params, tokens, 0)
         blocks = self.compute(tokens)
         held, _ = self.engine.scheduler.finished(
@@ -73,9 +75,13 @@ class Contexts:
             block_ids=(blocks,),
             whole=True,
         )
-        assert held
+        if not held:
+            *_, outcome = self.engine.scheduler.take_outcomes()
+            assert (outcome.failure, least is None) == (TransferFailure.BUSY, False)
+            return ""
         (outcome,) = self.engine.run(1).outcomes
         assert outcome.failure is None
+        self.engine.scheduler.report([outcome])
         return key
 
     def load(self, key: str, prompt: list[int]) -> int | None:
@@ -325,17 +331,29 @@ def test_where_what_is_shared_leaves_no_room_the_context_is_stored_whole(tmp_pat
     assert contexts.load(two, [*fork, 1]) == len(fork) - 1
 
 
-def test_a_context_of_too_many_parts_is_stored_whole_again(
+def test_a_context_of_too_many_parts_is_stored_again_behind_the_first_half(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert MAX_SHARED == 128
-    monkeypatch.setattr("baton_kv.scheduler_role.MAX_SHARED", 3)
+    monkeypatch.setattr("baton_kv.scheduler_role.MAX_SHARED", 4)
     contexts = Contexts(FileStore(tmp_path / "store"))
     key, parts = None, []
-    for tokens in turns(6, BLOCK + 2):
+    for tokens in turns(8, BLOCK + 2):
         key = contexts.save(tokens, key)
         parts.append(contexts.parts(key))
-    assert parts == [0, 1, 2, 3, 0, 1]
+    assert parts == [0, 1, 2, 3, 4, 2, 3, 4]
+
+
+def test_a_context_that_fills_the_engine_is_saved_behind_what_is_stored_of_it(tmp_path: Path) -> None:
+    """A save that nobody waits for writes half of the engine's blocks at most; what grows is saved as it grows."""
+    contexts = Contexts(FileStore(tmp_path / "store"))
+    contexts.engine.scheduler = SchedulerRole(contexts.store, SECRET, "one", BLOCK, held_blocks=5)
+    long, longer = turns(2, 4 * BLOCK)
+    assert not contexts.save(longer, least=1)
+    one = contexts.save(long, least=1)
+    two = contexts.save(longer, one, least=1)
+    assert contexts.parts(two) == 1
+    assert contexts.load(two, [*longer, 1]) == len(longer) - 1
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -185,17 +185,17 @@ def test_blocks_that_requests_share_are_held_once(store: MemoryStore) -> None:
 
 def test_what_automatic_saves_hold_keeps_no_named_save_out() -> None:
     held = HeldBlocks(10)
-    assert not held.has_room_for(range(1, 12), yields=True)
+    assert not held.has_room_for(range(1, 12), 11)
     assert held.has_room_for(range(1, 12)), "somebody waits for the only one"
-    assert held.has_room_for(range(1, 11), yields=True)
+    assert held.has_room_for(range(1, 12), 10), "the first block is in another entry already"
     held.hold("automatic", range(1, 11), yields=True)
-    assert not held.has_room_for([20], yields=True)
+    assert not held.has_room_for([20], 1)
     assert held.has_room_for(range(20, 28)), "somebody waits for it"
     held.hold("named", range(20, 28))
     assert not held.has_room_for(range(30, 36))
     held.release("automatic")
     held.release("named")
-    assert held.has_room_for(range(1, 11), yields=True)
+    assert held.has_room_for(range(1, 11), 10)
 
 
 def test_an_automatic_save_is_given_up_at_its_deadline(
