@@ -21,6 +21,8 @@ pytestmark = [
     pytest.mark.fault("E14"),
     pytest.mark.timeout(600),
 ]
+UNNOTICED_S = 0.25
+"""What nobody calls a wait: one of these schemas compiled in the engine takes seconds."""
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
 
 
@@ -61,7 +63,7 @@ def test_one_tenants_dear_schemas_are_not_the_others_wait(tiny_gateway: RealGate
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), name
     usual, late = (float(np.quantile(waits, 0.99)) for waits in (alone, beside))
     print(f"E14: the other tenant's chats: p99 {usual:.2f} s alone, {late:.2f} s beside {len(DEAR)} schemas")
-    assert late < 3 * max(alone)
+    assert late < max(3 * max(alone), UNNOTICED_S)
 
 
 @pytest.mark.parametrize("name", [name for name, body in ORDINARY.items() if "response_format" in body])
