@@ -367,7 +367,7 @@ class SchedulerRole:
         return wanted, key
 
     def _written(self, blocks: tuple[GroupBlocks, ...], parts: tuple[Part, ...]) -> int:
-        """Return the number of a context's blocks that its save writes, behind the entries that it goes on after."""
+        """Return the number of a context's blocks that its save writes: those that are in no part of it."""
         first = parts[-1].stop if parts else 0
         groups = zip(self._groups, blocks, strict=True)
         return sum(
@@ -376,7 +376,12 @@ class SchedulerRole:
         )
 
     def _refusal(
-        self, blocks: tuple[GroupBlocks, ...], kept: int, held: Sequence[int], whole: bool, written: int | None
+        self,
+        blocks: tuple[GroupBlocks, ...],
+        kept: int,
+        held: Sequence[int],
+        whole: bool,
+        written: int | None,
     ) -> TransferFailure | None:
         """Check whether a context may be saved with `kept` tokens; return the reason against it, or None.
 

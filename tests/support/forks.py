@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from multiprocessing import resource_tracker
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from multiprocessing.forkserver import ensure_running
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -33,7 +37,8 @@ def forks() -> ForkServerContext:
 class ForkedCommand:
     """`baton` in a forked process, with what tests use of `subprocess.Popen`.
 
-    Its engines are forked from its own fork server, as always: only its own imports are spared.
+    Its engines are forked from its own fork server, as always: only imports are spared, its own and this one's. Gateways that
+    tests start without `forked` have all of it as users do.
 
     Args:
         words: of its command line.
@@ -81,5 +86,51 @@ def _run(words: list[str], output: str, environment: dict[str, str]) -> None:
     resource_tracker._resource_tracker._fd = None  # type: ignore[attr-defined]  # it has one of its own, as any command
     sys.argv = words
     from baton.cli import main
+    from baton.engines.process import fork_server
 
+    vars(fork_server)["subprocess"] = SimpleNamespace(Popen=_start_fork_server, DEVNULL=subprocess.DEVNULL)
     main()
+
+
+class ForkedServer:
+    """The first fork server of a forked gateway: forked from it before it has threads, with what a gateway uses of `Popen`."""
+
+    def __init__(self, words: Sequence[str], control: int, environment: Mapping[str, str]) -> None:
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid:
+            return
+        try:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            # As in a new program: above all pipes, whose end tells that of a process.
+            os.closerange(3, control)
+            os.closerange(control + 1, os.sysconf("SC_OPEN_MAX"))
+            os.environ.clear()
+            os.environ.update(environment)
+            sys.argv = list(words)
+            from baton.engines.process import fork_server
+
+            fork_server.main()
+        finally:
+            os._exit(1)
+
+    def kill(self) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self) -> int:
+        """Wait for its end, in two threads of the gateway at once."""
+        with contextlib.suppress(ChildProcessError):  # the other thread was told first
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.returncode or 0
+
+
+def _start_fork_server(
+    words: Sequence[str], *, env: Mapping[str, str], pass_fds: Sequence[int], stdin: int
+) -> ForkedServer:
+    """Fork the first one; one that is to replace it is started as always, for by then the gateway has threads."""
+    from baton.engines.process import fork_server
+
+    vars(fork_server)["subprocess"] = subprocess
+    return ForkedServer(words[2:], pass_fds[0], env)

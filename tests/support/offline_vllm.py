@@ -8,6 +8,8 @@ import sys
 from multiprocessing.connection import Connection
 from typing import Any
 
+from support.engine_threads import VARIABLE, engine_cores
+
 RESIDENT = 256 * 1024 * 1024
 """Bytes of KV that an engine keeps in memory unless it is told otherwise, as the gateway's engines."""
 
@@ -24,12 +26,9 @@ def serve(questions: Connection, log: str, model: str, store: str, given: dict[s
             stream.flush()
             os.dup2(file.fileno(), stream.fileno())
     os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-    cores, ranks = sorted(os.sched_getaffinity(0)), given.get("tensor_parallel_size", 1)
-    parts = [cores[rank::ranks] for rank in range(ranks)]
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, part)) for part in parts)
-    if (
-        ranks == 1
-    ):  # all of it in this process, which has imported vLLM: each other one would take ten seconds more
+    ranks = given.get("tensor_parallel_size", 1)
+    os.environ[VARIABLE] = engine_cores(ranks)
+    if ranks == 1:  # all in this process, which has imported vLLM: each other one would take ten seconds more
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         given = {"distributed_executor_backend": "uni"} | given
     from vllm import LLM, SamplingParams
@@ -90,7 +89,7 @@ def serve(questions: Connection, log: str, model: str, store: str, given: dict[s
 def complete(answers: Connection, model: str, prompts: list[str]) -> None:
     """Send what vLLM by itself says after some prompts, one at a time, in fp32 and greedily: texts and token ids."""
     os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    os.environ[VARIABLE] = engine_cores()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import io
-import os
 import re
 import shlex
 import signal
@@ -31,6 +30,7 @@ from baton.config.settings import load_settings
 from baton.models.store import ModelStore
 from baton_kv.contract import params_to_save
 from baton_latent import choose_placeholder, prepare_latent_prompt
+from support.engine_threads import VARIABLE, engine_cores
 from support.geo_readme import server_command
 from support.offline_engines import prompt
 from support.raster_host import RasterHost
@@ -62,8 +62,7 @@ class PlainServer:
         self.model = row.model(folder)
         self._log = folder / "server.log"
         (folder / "spool").mkdir()
-        cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-        environment = clean(**QUIET, VLLM_CPU_OMP_THREADS_BIND=cores, TMPDIR=str(folder / "spool"))
+        environment = clean(**QUIET, **{VARIABLE: engine_cores()}, TMPDIR=str(folder / "spool"))
         command = [str(python), "-m", SERVER, *row.words(self.model, folder, files)]
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(

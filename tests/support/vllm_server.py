@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import socket
 import subprocess
@@ -17,6 +16,7 @@ import psutil
 
 from baton.config.settings import load_settings
 from baton.models.store import ModelStore
+from support.engine_threads import VARIABLE, engine_cores
 from support.gateways import READY_WITHIN_S, RealGateway
 
 QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TORCHDYNAMO_DISABLE": "1"}
@@ -30,10 +30,7 @@ class VllmServer(RealGateway):
     def __init__(
         self, folder: Path, words: Sequence[str] = (), environment: Mapping[str, str] | None = None
     ) -> None:
-        cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-        super().__init__(
-            list(words), folder, QUIET | {"VLLM_CPU_OMP_THREADS_BIND": cores} | dict(environment or {})
-        )
+        super().__init__(list(words), folder, QUIET | {VARIABLE: engine_cores()} | dict(environment or {}))
         with socket.create_server(("127.0.0.1", 0)) as free:
             self._port = free.getsockname()[1]
 

@@ -37,7 +37,8 @@ def main() -> None:
 def _engine(args: dict[str, Any]) -> Any:
     cores, ranks = sorted(os.sched_getaffinity(0)), args.get("tensor_parallel_size", 1)
     # A thread each: with more, on a busy machine, so small a model does nothing but wait for its threads.
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, cores[:ranks]))
+    if ranks > 1 or "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, cores[:ranks]))
     from vllm import LLM
 
     usual = {"dtype": "float32", "kv_cache_memory_bytes": 64 * 1024 * 1024}

@@ -16,6 +16,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.engine_threads import VARIABLE, engine_cores
 from support.rasters import RGB, geotiff, opened
 from support.torch_pipeline import as_torch_says
 
@@ -27,8 +28,7 @@ TESTS = Path(__file__).parents[2]
 def offline(folder: Path, *args: str, plugins: str | None = None) -> subprocess.CompletedProcess[str]:
     (folder / "spool").mkdir()
     quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TORCHDYNAMO_DISABLE": "1"}
-    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-    quiet |= {"VLLM_CPU_OMP_THREADS_BIND": cores, "TMPDIR": str(folder / "spool"), "PYTHONPATH": str(TESTS)}
+    quiet |= {VARIABLE: engine_cores(), "TMPDIR": str(folder / "spool"), "PYTHONPATH": str(TESTS)}
     quiet |= {"VLLM_RPC_BASE_PATH": tempfile.gettempdir()}  # a socket's path has 107 characters at most
     quiet |= {"VLLM_LOGGING_LEVEL": "WARNING"} | ({} if plugins is None else {"VLLM_PLUGINS": plugins})
     return subprocess.run(
