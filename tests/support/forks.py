@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import setproctitle
 
 from baton.prepare import FORKED_MODULES
 
@@ -80,6 +81,7 @@ def _run(words: list[str], output: str, environment: dict[str, str]) -> None:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
             os.dup2(file.fileno(), stream.fileno())
+    setproctitle.getproctitle()  # finds the title's memory, which lies before the environment
     os.environ.clear()
     os.environ.update(environment)
     sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
