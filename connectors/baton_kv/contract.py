@@ -55,7 +55,7 @@ class TransferFailure(StrEnum):
         FULL: the store has no room for the entry.
         DEVICE: the store could not be read or written.
         NOT_WHOLE: the engine does not hold the KV of the whole context, or it cannot be compared exactly.
-        BUSY: other saves hold as many of the engine's blocks as they may; try again.
+        BUSY: saves hold, or this one would, more of the engine's blocks than they may; try again.
         MALFORMED: the request's transfer parameters are not a `TransferParams`.
         GIVEN_UP: the request ended before its load was finished.
         OTHER: anything else; the engine's log has the exception.

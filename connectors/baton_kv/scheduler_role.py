@@ -570,16 +570,16 @@ class HeldBlocks:
         """Check whether a save may hold these blocks.
 
         A save that nobody waits for leaves room for those that somebody waits for, which do not count the
-        blocks that it holds. The only one may hold more than the most if it writes few of them: it ends soon.
+        blocks that it holds. The only save may hold more than the most if it writes few of them: it ends soon.
 
         Args:
             written: number of blocks that a save that nobody waits for writes; None: somebody waits for it.
         """
         holders = self._awaited if written is None else self._holders
+        new, less = len(set(block_ids) - holders.keys()), self._most // self.YIELDING
         if not holders:
-            return written is None or written <= self._most
-        most = self._most if written is None else self._most // self.YIELDING
-        return len(holders) + len(set(block_ids) - holders.keys()) <= most
+            return written is None or new <= self._most or written <= less
+        return len(holders) + new <= (self._most if written is None else less)
 
     def hold(self, request_id: str, block_ids: Sequence[int], *, yields: bool = False) -> None:
         """Count the blocks of a request whose save begins."""

@@ -345,11 +345,13 @@ def test_a_context_of_too_many_parts_is_stored_again_behind_the_first_half(
 
 
 def test_a_context_that_fills_the_engine_is_saved_behind_what_is_stored_of_it(tmp_path: Path) -> None:
-    """A save that nobody waits for writes half of the engine's blocks at most; what grows is saved as it grows."""
+    """A save that nobody waits for holds half of the engine's blocks, or more if it writes few of them."""
     contexts = Contexts(FileStore(tmp_path / "store"))
-    contexts.engine.scheduler = SchedulerRole(contexts.store, SECRET, "one", BLOCK, held_blocks=5)
-    long, longer = turns(2, 4 * BLOCK)
+    contexts.engine.scheduler = SchedulerRole(contexts.store, SECRET, "one", BLOCK, held_blocks=8)
+    longer = turns(9, BLOCK)[-1]
+    long, short = longer[: 8 * BLOCK], longer[: 5 * BLOCK]
     assert not contexts.save(longer, least=1)
+    assert not contexts.save(longer, contexts.save(short, least=1), least=1), "it would write five blocks"
     one = contexts.save(long, least=1)
     two = contexts.save(longer, one, least=1)
     assert contexts.parts(two) == 1
