@@ -53,6 +53,7 @@ from baton_geo.raster.reading.headers import (
     want,
 )
 from baton_geo.raster.reading.image import ImageSource
+from baton_geo.raster.reading.jpeg2000 import Jpeg2000
 from baton_geo.raster.reading.parts import PartOfScene, Stack, bands_of, wanted_window
 from baton_geo.raster.reading.rows import Rows, Sample, Source, Thumbnail
 
@@ -175,9 +176,9 @@ def open_file(file: RasterFile, spec: FileSpec, request: SceneRequest) -> Source
     """Open the raster in a file.
 
     Raises:
-        NotARaster: the file is no GeoTIFF, PNG or JPEG.
+        NotARaster: the file is no GeoTIFF, JPEG 2000, PNG or JPEG.
         RasterTooLarge: the file is larger than `limits.file_bytes`.
-        RasterBroken, RasterTooLarge, RasterUnusable: see `GeoTiff` and `ImageSource`.
+        RasterBroken, RasterTooLarge, RasterUnusable: see `GeoTiff`, `Jpeg2000` and `ImageSource`.
     """
     kind = recognise(file.pread(HEAD_BYTES, 0))
     if kind == "TIFF" and file.by_ranges:  # what of it is fetched is limited
@@ -185,6 +186,8 @@ def open_file(file: RasterFile, spec: FileSpec, request: SceneRequest) -> Source
     check_file(file.size, request)
     if kind == "TIFF":
         return GeoTiff(file, request, spec)
+    if kind == "JPEG 2000":
+        return Jpeg2000(file, request, spec)
     want([(file, [(0, file.size)])])
     return ImageSource(file.fd, kind, request)
 

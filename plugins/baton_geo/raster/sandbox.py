@@ -34,7 +34,8 @@ QUIET_LIBRARIES = {
     "OPENBLAS_NUM_THREADS": "1",
     "PROJ_NETWORK": "OFF",
 }
-DRIVERS = frozenset({"GTiff", "COG", "MEM", "Memory"})  # COG writes only; Memory holds polygons, no file
+# JP2OpenJPEG reads, COG writes only; Memory holds polygons, no file
+DRIVERS = frozenset({"GTiff", "JP2OpenJPEG", "COG", "MEM", "Memory"})
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # system call numbers, the same on every architecture
 VERSION_FLAG, PATH_BENEATH = 1, 1

@@ -1,11 +1,14 @@
-"""Read a GeoTIFF with GDAL's GTiff driver only: pixels, place, and the tags about its numbers and bands."""
+"""Read a raster with one of GDAL's drivers only: pixels, place, and the tags about its numbers and bands.
+
+`GdalRaster` is what formats share; `GeoTiff` is here, JPEG 2000 in `jpeg2000.py`.
+"""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from typing import Any
@@ -111,29 +114,54 @@ def _iso(*parts: str | None) -> str | None:
         return None
 
 
-class GeoTiff:
-    """A GeoTIFF as a `Source`.
+@dataclass(frozen=True)
+class CheckedHeader:
+    """What the checked header of a file says, for messages and to compare with what GDAL says.
 
-    Raises:
-        RasterBroken: the file is damaged or truncated.
-        RasterTooLarge: the raster is beyond the limits.
-        RasterUnusable: the type or storage of the pixels is not supported.
+    Attributes:
+        kind: of the file, as messages name it.
+        count: bands.
+        images: full-size images in the file.
     """
 
-    def __init__(self, file: RasterFile, request: SceneRequest, spec: FileSpec) -> None:
-        header = TiffHeader(file)
-        self.dtype: np.dtype[Any] = np.dtype(check_tiff(header, file, request))
-        texts = header.foreign_texts()
-        self._file, self._header, self._spec = file, header, spec
-        name, opener = f"/proc/self/fd/{file.fd}", None
-        if texts or file.by_ranges:
-            name, opener = ONE_NAME, partial(_one_file, file, texts)
+    kind: str
+    width: int
+    height: int
+    count: int
+    dtype: np.dtype[Any]
+    images: int = 1
+
+
+class GdalRaster:
+    """A file whose header was checked, read by one of GDAL's drivers as a `Source`.
+
+    Args:
+        driver: GDAL's name of it.
+        header: what was checked; GDAL has to agree with it.
+        opener: opens the file for GDAL; None: GDAL reads the descriptor.
+
+    Raises:
+        RasterBroken: the file is damaged or truncated, or GDAL reads another raster than was checked.
+    """
+
+    def __init__(
+        self,
+        file: RasterFile,
+        spec: FileSpec,
+        driver: str,
+        header: CheckedHeader,
+        opener: Callable[..., PlainTexts] | None = None,
+    ) -> None:
+        self._file, self._spec = file, spec
+        self.width, self.height, self.dtype = header.width, header.height, header.dtype
+        name = f"/proc/self/fd/{file.fd}" if opener is None else ONE_NAME
         try:
-            self._dataset = rasterio.open(name, driver="GTiff", sharing=False, opener=opener)
+            self._dataset = rasterio.open(name, driver=driver, sharing=False, opener=opener)
         except BROKEN as error:
-            raise _refusal(error, "the TIFF structure is damaged: it could not be opened") from None
+            raise _refusal(
+                error, f"the {header.kind} structure is damaged: it could not be opened"
+            ) from None
         self._check_agreement(header)
-        self.width, self.height = header.width, header.height
         self.numbers: tuple[BandNumbers, ...] | None = None
         self.notes: list[str] = []
         if header.images > 1:
@@ -146,12 +174,12 @@ class GeoTiff:
         except BROKEN as error:
             raise _refusal(error, "the tags that say what it shows and where it lies are damaged") from None
 
-    def _read_tags(self, header: TiffHeader) -> None:
+    def _read_tags(self, header: CheckedHeader) -> None:
         self._alpha = self._find_alpha()
-        self.bands = self._file_bands(header)
+        self.bands = self._file_bands(header.images)
         own: float | None = self._dataset.nodata
         self.nodata = self._spec.nodata if own is None else own
-        self.block_height, self.first_look = self._block(header)
+        self.block_height, self.first_look = self._block()
         self.place = self.placed(Window(0, 0, self.width, self.height))
         self.acquired = self._date()
         self.stated = self._stated()
@@ -190,54 +218,27 @@ class GeoTiff:
         self, top: int, left: int, rows: int, columns: int, bands: tuple[int, ...]
     ) -> list[tuple[RasterFile, Ranges]]:
         """See `Source`."""
-        if not self._file.by_ranges:
-            return []
-        header = self._header
-        across, down = header.block
-        offsets, counts = header.blocks()
-        in_row, in_column = -(-self.width // across), -(-self.height // down)
-        down_to, right_to = -(-(top + rows) // down), -(-(left + columns) // across)
-        planes = bands if header.planar else (0,)
-        wanted = [
-            (plane * in_column + row) * in_row + column
-            for plane in planes
-            for row in range(top // down, down_to)
-            for column in range(left // across, right_to)
-        ]
-        spans = [(int(offsets[block]), int(offsets[block]) + int(counts[block])) for block in wanted]
-        if header.compression == UNCOMPRESSED and not header.tiled:
-            line = self.width * self.dtype.itemsize * (1 if header.planar else header.samples)
-            firsts = [row * down for _ in planes for row in range(top // down, down_to)]
-            spans = [
-                (begin + max(top - first, 0) * line, begin + min(top + rows - first, down) * line)
-                for (begin, _), first in zip(spans, firsts, strict=True)
-            ]
-        return [(self._file, [(begin - LEADER, end + LEADER) for begin, end in spans if end > begin])]
+        return []
 
-    def _block(self, header: TiffHeader) -> tuple[int, int]:
-        """Return `block_height` and `first_look` of `Source`.
+    def _block(self) -> tuple[int, int]:
+        """Return `block_height` and `first_look` of `Source`."""
+        raise NotImplementedError
 
-        GDAL reports one compressed strip of the whole image as many strips of one row, and decodes it again
-        from its top for each change of band.
-        """
-        rows, columns = self._dataset.block_shapes[0]
-        if header.compression != UNCOMPRESSED:
-            columns, rows = header.block
-        return int(rows), int(rows) * int(columns) * self.dtype.itemsize * header.samples
-
-    def _check_agreement(self, header: TiffHeader) -> None:
+    def _check_agreement(self, header: CheckedHeader) -> None:
         """Refuse a file that GDAL reads differently from the header that was checked."""
         data = self._dataset
-        agreed = (header.width, header.height, header.samples) == (data.width, data.height, data.count)
+        agreed = (header.width, header.height, header.count) == (data.width, data.height, data.count)
         if not agreed or set(data.dtypes) != {str(self.dtype)}:
-            raise RasterBroken("the TIFF header contradicts itself, or its colours are stored in a rare way")
+            raise RasterBroken(
+                f"the {header.kind} header contradicts itself, or its colours are stored in a rare way"
+            )
 
     def _find_alpha(self) -> int | None:
         """Find the alpha band's number from 1; None if there is none, or no other band."""
         found = [n for n, kind in enumerate(self._dataset.colorinterp, 1) if kind.name == "alpha"]
         return found[0] if found and self._dataset.count > 1 else None
 
-    def _file_bands(self, header: TiffHeader) -> FileBands:
+    def _file_bands(self, images: int) -> FileBands:
         """Read what the file says of its bands; GDAL calls 8-bit files of three or four pictures."""
         data = self._dataset
         names = data.descriptions
@@ -252,7 +253,7 @@ class GeoTiff:
                 band = replace(band, name=self._spec.name, tags=own + band.tags)
             bands.append(band)
         texts = [text for band in bands for text in (band.name, *band.tags) if text]
-        return FileBands(tuple(bands), read_product(self._tags(), texts), header.images - 1)
+        return FileBands(tuple(bands), read_product(self._tags(), texts), images - 1)
 
     def _tags(self) -> dict[str, str]:
         own: dict[str, str] = self._dataset.tags()
@@ -379,6 +380,64 @@ class GeoTiff:
         )
         notes.append(note("areas_scaled", text))
         return PlaneArea(transform, crs.linear_units_factor[1], factor)
+
+
+class GeoTiff(GdalRaster):
+    """A GeoTIFF as a `Source`.
+
+    Raises:
+        RasterBroken: the file is damaged or truncated.
+        RasterTooLarge: the raster is beyond the limits.
+        RasterUnusable: the type or storage of the pixels is not supported.
+    """
+
+    def __init__(self, file: RasterFile, request: SceneRequest, spec: FileSpec) -> None:
+        self._header = header = TiffHeader(file)
+        dtype = np.dtype(check_tiff(header, file, request))
+        texts = header.foreign_texts()
+        checked = CheckedHeader("TIFF", header.width, header.height, header.samples, dtype, header.images)
+        opener = partial(_one_file, file, texts) if texts or file.by_ranges else None
+        super().__init__(file, spec, "GTiff", checked, opener)
+
+    def wanted(
+        self, top: int, left: int, rows: int, columns: int, bands: tuple[int, ...]
+    ) -> list[tuple[RasterFile, Ranges]]:
+        """See `Source`."""
+        if not self._file.by_ranges:
+            return []
+        header = self._header
+        across, down = header.block
+        offsets, counts = header.blocks()
+        in_row, in_column = -(-self.width // across), -(-self.height // down)
+        down_to, right_to = -(-(top + rows) // down), -(-(left + columns) // across)
+        planes = bands if header.planar else (0,)
+        wanted = [
+            (plane * in_column + row) * in_row + column
+            for plane in planes
+            for row in range(top // down, down_to)
+            for column in range(left // across, right_to)
+        ]
+        spans = [(int(offsets[block]), int(offsets[block]) + int(counts[block])) for block in wanted]
+        if header.compression == UNCOMPRESSED and not header.tiled:
+            line = self.width * self.dtype.itemsize * (1 if header.planar else header.samples)
+            firsts = [row * down for _ in planes for row in range(top // down, down_to)]
+            spans = [
+                (begin + max(top - first, 0) * line, begin + min(top + rows - first, down) * line)
+                for (begin, _), first in zip(spans, firsts, strict=True)
+            ]
+        return [(self._file, [(begin - LEADER, end + LEADER) for begin, end in spans if end > begin])]
+
+    def _block(self) -> tuple[int, int]:
+        """Return `block_height` and `first_look` of `Source`.
+
+        GDAL reports one compressed strip of the whole image as many strips of one row, and decodes it again
+        from its top for each change of band.
+        """
+        header = self._header
+        rows, columns = self._dataset.block_shapes[0]
+        if header.compression != UNCOMPRESSED:
+            columns, rows = header.block
+        return int(rows), int(rows) * int(columns) * self.dtype.itemsize * header.samples
 
 
 def _ellipsoid_area(crs: CRS, transform: tuple[float, ...], notes: list[str]) -> PixelArea | None:

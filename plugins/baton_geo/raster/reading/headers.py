@@ -23,7 +23,7 @@ from baton_geo.errors import NotARaster, RasterBroken, RasterTooLarge, RasterUnu
 from baton_geo.raster.messages import PAGE, SceneRequest
 from baton_geo.raster.pixels.grid import count_tiles
 
-Kind = Literal["TIFF", "PNG", "JPEG"]
+Kind = Literal["TIFF", "JPEG 2000", "PNG", "JPEG"]
 Ranges = Sequence[tuple[int, int]]
 HEAD_BYTES = 64
 
@@ -32,12 +32,12 @@ TAKEN: tuple[tuple[bytes, Kind], ...] = (
     (b"MM\0*", "TIFF"),
     (b"II+\0", "TIFF"),  # BigTIFF
     (b"MM\0+", "TIFF"),
+    (b"\0\0\0\x0cjP  ", "JPEG 2000"),
+    (b"\xff\x4f\xff\x51", "JPEG 2000"),  # a codestream without boxes
     (b"\x89PNG\r\n\x1a\n", "PNG"),
     (b"\xff\xd8\xff", "JPEG"),
 )
 KNOWN: tuple[tuple[bytes, str], ...] = (
-    (b"\0\0\0\x0cjP  ", "a JPEG 2000 file"),
-    (b"\xff\x4f\xff\x51", "a JPEG 2000 codestream"),
     (b"\x89HDF\r\n\x1a\n", "an HDF5 or netCDF-4 file"),
     (b"\x0e\x03\x13\x01", "an HDF4 file"),
     (b"CDF\x01", "a netCDF file"),
@@ -96,7 +96,7 @@ SLACK = 1024 * 1024  # bytes that a compressed block may be longer than its pixe
 
 
 def recognise(head: bytes) -> Kind:
-    """Recognise a GeoTIFF, PNG or JPEG.
+    """Recognise a GeoTIFF, JPEG 2000, PNG or JPEG.
 
     Args:
         head: the file's first `HEAD_BYTES` bytes.
@@ -108,7 +108,8 @@ def recognise(head: bytes) -> Kind:
         if head.startswith(magic):
             return kind
     raise NotARaster(
-        f"this is {_looks_like(head)}; send a GeoTIFF, or for a model of three bands a PNG or JPEG"
+        f"this is {_looks_like(head)}; send a GeoTIFF or JPEG 2000, or for a model of three bands a PNG or "
+        "JPEG"
     )
 
 
@@ -456,6 +457,23 @@ def check_size(width: int, height: int, file_bytes: int, request: SceneRequest) 
     return tiles
 
 
+def check_shape(width: int, height: int, bands: int, file_bytes: int, request: SceneRequest) -> None:
+    """Check the size and the bands of a file; of a part that is wanted the size is checked once it is known.
+
+    Raises:
+        RasterBroken: the raster has no pixels or no bands.
+        RasterTooLarge: it is beyond the limits.
+    """
+    if request.window is None and request.bbox is None:
+        check_size(width, height, file_bytes, request)
+    elif not width or not height:
+        raise RasterBroken(f"the header says {width} x {height} pixels")
+    if bands < 1:
+        raise RasterBroken("the header says 0 bands")
+    if bands > BANDS_OF_A_FILE:
+        raise RasterTooLarge(f"the raster has {bands} bands; at most {BANDS_OF_A_FILE} are allowed")
+
+
 def check_tiff(header: TiffHeader, file: RasterFile, request: SceneRequest) -> str:
     """Check a TIFF header and return numpy's name of the pixels' type.
 
@@ -464,14 +482,7 @@ def check_tiff(header: TiffHeader, file: RasterFile, request: SceneRequest) -> s
         RasterTooLarge: the raster is beyond the limits.
         RasterUnusable: the type or storage of the pixels is not supported.
     """
-    if request.window is None and request.bbox is None:  # else the part that is wanted is checked
-        check_size(header.width, header.height, file.size, request)
-    elif not header.width or not header.height:
-        raise RasterBroken(f"the header says {header.width} x {header.height} pixels")
-    if header.samples < 1:
-        raise RasterBroken("the header says 0 bands")
-    if header.samples > BANDS_OF_A_FILE:
-        raise RasterTooLarge(f"the raster has {header.samples} bands; at most {BANDS_OF_A_FILE} are allowed")
+    check_shape(header.width, header.height, header.samples, file.size, request)
     dtype = _dtype(header.sample_types())
     if header.compression not in COMPRESSIONS:
         supported = ", ".join(sorted(set(COMPRESSIONS.values()), key=str.casefold))
