@@ -2,7 +2,7 @@
 
     GeoError(ValueError)
     ├── RequestInvalid         400 invalid_request      a field of the request is wrong
-    ├── NotARaster             415 raster_unsupported   the bytes are no GeoTIFF, PNG or JPEG
+    ├── NotARaster             415 raster_unsupported   the bytes are no GeoTIFF, JPEG 2000, PNG or JPEG
     ├── RasterBroken           400 raster_broken        the raster is damaged or truncated
     ├── RasterTooLarge         413 raster_too_large     more pixels, bands or tiles than the limits allow
     ├── RasterUnusable         422 raster_unusable      the raster is readable, but the model cannot use it

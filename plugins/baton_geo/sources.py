@@ -24,7 +24,7 @@ from baton_geo.settings import MIB, GeoSettings
 from baton_geo.spool import Room, Spool, Spooled
 
 FIELD = "data.data"
-ACCEPT = "image/tiff, image/png, image/jpeg, */*;q=0.1"
+ACCEPT = "image/tiff, image/jp2, image/png, image/jpeg, */*;q=0.1"
 
 # Decoding holds the interpreter's lock: a piece of this size takes well under a millisecond.
 _BASE64_CHARACTERS = 256 * 1024

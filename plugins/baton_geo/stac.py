@@ -33,6 +33,8 @@ DECISIVE = (
 )  # in names' ends
 NOT_SCENES = {"thumbnail", "overview", "metadata", "visual", "tilejson"}  # roles
 SHIFTED_SINCE = 4.0  # processing baseline of Sentinel-2 since which 1,000 is added to its numbers
+TIFF, JPEG2000 = "image/tiff", "image/jp2"  # media types
+JPEG2000_NAME = re.compile(r"\.(?:jp2|j2k)(?:[?#]|$)", re.IGNORECASE)  # of an asset without a media type
 PRODUCTS = {
     "Sentinel-2": re.compile(r"sentinel-?2|hls.?s30|\bs2[a-d]?_"),
     "Landsat 8-9": re.compile(r"landsat-?0?[89]|hls.?l30|\blc0[89]_"),
@@ -52,6 +54,7 @@ class _Candidate:
     key: str
     href: str
     bands: tuple[Mapping[str, Any], ...]
+    jpeg2000: bool
 
     def file_band(self, band: Mapping[str, Any], *, alone: bool) -> FileBand:
         """Describe a band for `choose_bands`; that of an asset of one is named by the asset's key too."""
@@ -84,7 +87,7 @@ def files_of(item: Mapping[str, Any], base: str | None, card: Card) -> list[Foun
 
     Raises:
         RequestInvalid: it is no item, or has too many assets.
-        RasterUnusable: a band is missing, in several assets, or in none that is a GeoTIFF.
+        RasterUnusable: a band is missing, in several assets, or in none that is a GeoTIFF or JPEG 2000.
     """
     assets = item.get("assets")
     if item.get("type") != "Feature" or not isinstance(assets, Mapping):
@@ -113,14 +116,42 @@ def files_of(item: Mapping[str, Any], base: str | None, card: Card) -> list[Foun
             ),
             _address(asset, base),
         )
-        for name, asset in _chosen(list(_candidates(assets)), _product(tags), card)
+        for name, asset in _chosen(tuple(_candidates(assets)), _product(tags), card)
     ]
 
 
 def _chosen(
     found: Sequence[_Candidate], product: str | None, card: Card
+) -> list[tuple[str | None, _Candidate]]:
+    """Choose assets, with the names that their bands have in the card; None: by their own.
+
+    Catalogues have twins of one band: the GeoTIFFs are tried first, then the JPEG 2000 files.
+    """
+    refused: GeoError | None = None
+    for kind in (False, True):
+        same = [asset for asset in found if asset.jpeg2000 == kind]
+        try:
+            if chosen := list(_chosen_of(same, product, card)):
+                return chosen
+        except GeoError as error:
+            refused = refused or error
+    listed = ", ".join(asset.key for asset in found[:16]) or "none"
+    why = f": {refused.message}" if refused is not None else ""
+    raise RasterUnusable(
+        f"{FIELD}: its assets are not the model's bands; GeoTIFFs and JPEG 2000 files among them are "
+        f"{quoted(listed, 300)}{why}",
+        param=FIELD,
+    )
+
+
+def _chosen_of(
+    found: Sequence[_Candidate], product: str | None, card: Card
 ) -> Iterator[tuple[str | None, _Candidate]]:
-    """Yield assets with the names that their bands have in the card; None: by their own."""
+    """Do the same for assets of one format; yields none if they are not the model's bands.
+
+    Raises:
+        GeoError: they are not, and why.
+    """
     single = [asset for asset in found if len(asset.bands) <= 1]
     described = [asset.file_band((*asset.bands, {})[0], alone=True) for asset in single]
     refused: GeoError | None = None
@@ -143,12 +174,8 @@ def _chosen(
                 continue
             yield None, asset
             return
-    listed = ", ".join(asset.key for asset in found[:16]) or "none"
-    why = f": {refused.message}" if refused is not None else ""
-    raise RasterUnusable(
-        f"{FIELD}: its assets are not the model's bands; GeoTIFFs among them are {quoted(listed, 300)}{why}",
-        param=FIELD,
-    )
+    if refused is not None:
+        raise refused
 
 
 def _candidates(assets: Mapping[str, Any]) -> Iterator[_Candidate]:
@@ -156,7 +183,8 @@ def _candidates(assets: Mapping[str, Any]) -> Iterator[_Candidate]:
         if not isinstance(asset, Mapping) or not isinstance(asset.get("href"), str):
             continue
         kind, roles = asset.get("type"), asset.get("roles")
-        if isinstance(kind, str) and not kind.strip().casefold().startswith("image/tiff"):
+        kind = kind.strip().casefold() if isinstance(kind, str) else None
+        if kind is not None and not kind.startswith((TIFF, JPEG2000)):
             continue
         if isinstance(roles, list) and NOT_SCENES.intersection(
             role for role in roles if isinstance(role, str)
@@ -173,7 +201,9 @@ def _candidates(assets: Mapping[str, Any]) -> Iterator[_Candidate]:
             {**own, **{name: value for row in same if row for name, value in row.items()}}
             for same in _in_columns(rows)
         )
-        yield _Candidate(str(key), _https(asset), merged or (own,))
+        href = _https(asset)
+        jpeg2000 = kind.startswith(JPEG2000) if kind else bool(JPEG2000_NAME.search(href))
+        yield _Candidate(str(key), href, merged or (own,), jpeg2000)
 
 
 def _in_columns(rows: Sequence[Sequence[Mapping[str, Any]]]) -> Iterator[list[Mapping[str, Any]]]:

@@ -49,6 +49,7 @@ UPLOAD_TYPES = frozenset(
     {
         "application/octet-stream",
         "image/geotiff",
+        "image/jp2",
         "image/jpeg",
         "image/png",
         "image/tiff",

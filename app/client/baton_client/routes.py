@@ -27,6 +27,7 @@ Parameter: TypeAlias = str | float | Sequence[str | float]
 MEDIA_TYPES = {
     ".tif": "image/tiff",
     ".tiff": "image/tiff",
+    ".jp2": "image/jp2",
     ".png": "image/png",
     ".jpg": "image/jpeg",
     ".jpeg": "image/jpeg",

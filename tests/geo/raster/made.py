@@ -54,6 +54,25 @@ def write_tiff(path: Path, pixels: npt.NDArray[Any], names: tuple[str, ...] = ()
     return path
 
 
+def write_jp2(path: Path, pixels: npt.NDArray[Any], **options: Any) -> Path:
+    """The same as a lossless JPEG 2000 file; `CODEC="J2K"`: a codestream without boxes."""
+    count, height, width = pixels.shape
+    profile = {
+        "crs": UTM,
+        "transform": NORTH_UP,
+        "dtype": pixels.dtype,
+        "REVERSIBLE": "YES",
+        "QUALITY": "100",
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NotGeoreferencedWarning)
+        with rasterio.open(
+            path, "w", driver="JP2OpenJPEG", width=width, height=height, count=count, **(profile | options)
+        ) as file:
+            file.write(pixels)
+    return path
+
+
 def read_tiff(path: Path) -> npt.NDArray[Any]:
     """All bands, shape (bands, height, width)."""
     with warnings.catch_warnings():

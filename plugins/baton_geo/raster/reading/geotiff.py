@@ -139,6 +139,7 @@ class GdalRaster:
         driver: GDAL's name of it.
         header: what was checked; GDAL has to agree with it.
         opener: opens the file for GDAL; None: GDAL reads the descriptor.
+        options: of the driver.
 
     Raises:
         RasterBroken: the file is damaged or truncated, or GDAL reads another raster than was checked.
@@ -151,16 +152,15 @@ class GdalRaster:
         driver: str,
         header: CheckedHeader,
         opener: Callable[..., PlainTexts] | None = None,
+        **options: str,
     ) -> None:
         self._file, self._spec = file, spec
         self.width, self.height, self.dtype = header.width, header.height, header.dtype
         name = f"/proc/self/fd/{file.fd}" if opener is None else ONE_NAME
         try:
-            self._dataset = rasterio.open(name, driver=driver, sharing=False, opener=opener)
+            self._dataset = rasterio.open(name, driver=driver, sharing=False, opener=opener, **options)
         except BROKEN as error:
-            raise _refusal(
-                error, f"the {header.kind} structure is damaged: it could not be opened"
-            ) from None
+            raise _refusal(error, f"the {header.kind} structure is damaged: it could not be opened") from None
         self._check_agreement(header)
         self.numbers: tuple[BandNumbers, ...] | None = None
         self.notes: list[str] = []

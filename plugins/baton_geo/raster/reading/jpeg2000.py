@@ -1,7 +1,7 @@
 """Read a JPEG 2000 file, JP2 or a codestream alone, with GDAL's JP2OpenJPEG driver only.
 
-The boxes before the codestream, its SIZ marker and the places of its tile-parts are read without a library, so
-that a hostile header is refused before OpenJPEG sees it. Format: ISO/IEC 15444-1 (2019), annexes A and I.
+The boxes before the codestream, its SIZ marker and the places of its tile-parts are read without a library,
+so that a hostile header is refused before OpenJPEG sees it. Format: ISO/IEC 15444-1 (2019), annexes A and I.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +18,6 @@ from baton_geo.raster.messages import FileSpec, SceneRequest
 from baton_geo.raster.reading.geotiff import CheckedHeader, GdalRaster
 from baton_geo.raster.reading.headers import RasterFile, check_shape, want
 
-SIGNATURE = b"\r\n\x87\n"  # the content of a JP2 file's first box
 BOXES_LIMIT = 4096
 MARKERS_LIMIT = 65_536  # of the main header: one or two for each component
 TILES_LIMIT = 65_535  # as the standard has it
@@ -57,7 +57,7 @@ class Jpeg2000Header:
     """
 
     def __init__(self, file: RasterFile) -> None:
-        self._file = file
+        self._file, self._boxes_read = file, 0
         self.palette = False
         self.begin, self.end, images = self._find_codestream()
         soc, siz, length, _, *sizes, components = self._unpack(">4H8IH", self.begin)
@@ -107,26 +107,25 @@ class Jpeg2000Header:
 
     def _find_codestream(self) -> tuple[int, int, list[tuple[int, int, int]]]:
         """Return begin and end of the codestream, and what image headers say: height, width, components."""
-        images = []
+        images: list[tuple[int, int, int]] = []
         if self._unpack(">H", 0) == (SOC,):
             return 0, self._file.size, images
-        for number, box in enumerate(self._boxes(0, self._file.size)):
-            if number == 0 and self._read(box.begin, 4) != SIGNATURE:
-                raise RasterBroken("the JP2 signature is damaged, as by a transfer of text")
-            if number == BOXES_LIMIT:
-                raise RasterBroken(f"the file has more than {BOXES_LIMIT} boxes before its codestream")
-            match box.type:
-                case b"ihdr":
-                    images.append(self._unpack(">IIH", box.begin))
-                case b"pclr":
-                    self.palette = True
-                case b"jp2c":
-                    return box.begin, box.end, images
+        for box in self._boxes(0, self._file.size):
+            if box.type == b"jp2c":
+                return box.begin, box.end, images
+            inner = self._boxes(box.begin, box.end) if box.type == b"jp2h" else ()
+            for part in (box, *inner):
+                self.palette |= part.type == b"pclr"
+                if part.type == b"ihdr":
+                    images.append(self._unpack(">IIH", part.begin))
         raise RasterBroken("the file is truncated: it has no JPEG 2000 codestream")
 
     def _boxes(self, begin: int, end: int) -> Iterator[Box]:
-        """Yield the boxes from `begin` to `end`, and after a header box (`jp2h`) those in it."""
+        """Yield the boxes from `begin` to `end`."""
         while begin < end:
+            self._boxes_read += 1
+            if self._boxes_read > BOXES_LIMIT:
+                raise RasterBroken(f"the file has more than {BOXES_LIMIT} boxes before its codestream")
             length, kind = self._unpack(">I4s", begin)
             content = begin + 8
             if length == 1:
@@ -136,8 +135,6 @@ class Jpeg2000Header:
             if not content <= following <= end:
                 raise RasterBroken("the file is truncated or damaged: a box of it lies beyond its end")
             yield Box(kind, content, following)
-            if kind == b"jp2h":
-                yield from self._boxes(content, following)
             begin = following
 
     def _skip_main_header(self) -> int:
@@ -152,7 +149,7 @@ class Jpeg2000Header:
             place += 2 + length
         raise RasterBroken("the JPEG 2000 codestream's header is damaged: it does not lead to a tile")
 
-    def _unpack(self, form: str, place: int) -> tuple[int, ...]:
+    def _unpack(self, form: str, place: int) -> tuple[Any, ...]:
         return struct.unpack(form, self._read(place, struct.calcsize(form)))
 
     def _read(self, place: int, length: int) -> bytes:
@@ -174,7 +171,7 @@ def check_jpeg2000(header: Jpeg2000Header, file: RasterFile, request: SceneReque
     if header.palette:
         raise RasterUnusable("its pixels are numbers of a colour table; send the bands themselves")
     if header.subsampled:
-        raise RasterUnusable("some of its bands have fewer pixels than others; send each as a file of its own")
+        raise RasterUnusable("its bands are subsampled; send bands of different sizes as a file each")
     if len(header.depths) > 1:
         raise RasterUnusable("its bands are of different types; all have to be of one")
     bits, signed = next(iter(header.depths))
@@ -213,7 +210,8 @@ class Jpeg2000(GdalRaster):
         want([(file, [(0, file.size)])])
         header.check_tiles()
         checked = CheckedHeader("JPEG 2000", header.width, header.height, header.samples, dtype)
-        super().__init__(file, spec, "JP2OpenJPEG", checked)
+        # Without PAM, which is switched off, GDAL leaves the transform of a file that has none unset.
+        super().__init__(file, spec, "JP2OpenJPEG", checked, GEOREF_SOURCES="PAM,INTERNAL")
 
     def _block(self) -> tuple[int, int]:
         """Return `block_height` and `first_look` of `Source`; of tiles that are large GDAL decodes parts."""
