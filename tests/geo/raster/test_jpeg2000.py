@@ -29,7 +29,7 @@ from baton_geo.settings import GeoLimits
 
 LIMITS = GeoLimits(tile_bytes=0, open_seconds=20)
 REQUEST = SceneRequest(card=make_card(), limits=LIMITS)
-TILED = {"BLOCKXSIZE": 64, "BLOCKYSIZE": 64}
+TILED = {"blockxsize": 64, "blockysize": 64}
 
 
 def pixels_of(dtype: str, bands: int = 1, height: int = 150, width: int = 170, top: int = 250) -> Any:
@@ -55,7 +55,7 @@ KINDS: list[tuple[str, int, int, dict[str, Any]]] = [
     ("uint8", 3, 250, TILED),
     ("uint16", 1, 32_000, {"NBITS": 15, **TILED}),
     ("uint16", 1, 4_000, {"NBITS": 12}),
-    ("uint16", 2, 60_000, {"BLOCKXSIZE": 100, "BLOCKYSIZE": 70}),
+    ("uint16", 2, 60_000, {"blockxsize": 100, "blockysize": 70}),
     ("int16", 5, 3_000, TILED),
     ("uint8", 1, 250, {"CODEC": "J2K", **TILED}),
     ("uint16", 3, 900, {"SOP": "YES", "EPH": "YES", "PLT": "YES", "TLM": "YES", **TILED}),
@@ -136,7 +136,7 @@ def test_a_box_is_that_part(decoders: Decoders, tmp_path: Path) -> None:
 def test_a_large_untiled_file_is_read_in_parts(decoders: Decoders, tmp_path: Path) -> None:
     """GDAL decodes areas of a tile of more than 1,024 pixels; their edges are in no pixel of the mask."""
     pixels = pixels_of("int16", height=1500, width=1300)
-    path = write_jp2(tmp_path / "a.jp2", pixels, BLOCKXSIZE=1300, BLOCKYSIZE=1500)
+    path = write_jp2(tmp_path / "a.jp2", pixels, blockxsize=1300, blockysize=1500)
     request = SceneRequest(card=make_card(tile=256, overlap=32), limits=LIMITS)
     np.testing.assert_array_equal(mask_of(decoders, path, request)[0], pixels[0] > 0)
 
@@ -149,7 +149,7 @@ def test_one_file_a_band_at_two_sizes(decoders: Decoders, tmp_path: Path) -> Non
     coarse = {"transform": rasterio.Affine(20, 0, 500_000, 0, -20, 5_000_000)}
     fine_pixels, coarse_pixels = (pixels_of("uint16", 1, side, side, 30_000) for side in (240, 120))
     jp2 = [
-        write_jp2(tmp_path / "b02.jp2", fine_pixels, NBITS=15, BLOCKXSIZE=100, BLOCKYSIZE=100),
+        write_jp2(tmp_path / "b02.jp2", fine_pixels, NBITS=15, blockxsize=100, blockysize=100),
         write_jp2(tmp_path / "b11.jp2", coarse_pixels, NBITS=15, **TILED, **coarse),
     ]
     tiff = [

@@ -21,14 +21,14 @@ import numpy as np
 import pytest
 import rasterio
 import torch
-from geo.raster.made import UTM, make_card, read_tiff, seen_by_the_model, write_tiff
+from geo.raster.made import UTM, make_card, read_tiff, seen_by_the_model, write_jp2, write_tiff
 from geo.sources.hosts import Handler, Host, hosting, left, page, redirect
 from geo.sources.ranges import Ranges, processor, whole
 from rasterio.windows import Window
 
 from baton_geo.contract import GeoAnswer
 from baton_geo.errors import GeoError, RasterTooLarge, SourceFailed, SourceRefused
-from baton_geo.inputs import _ranges
+from baton_geo.inputs import LOOK_BYTES, _ranges
 from baton_geo.plugin import GeoProcessor
 from baton_geo.raster import open_scene
 from baton_geo.raster.messages import SceneRequest, receive, send
@@ -159,6 +159,49 @@ def test_a_box_is_the_pixels_it_touches(
         assert answered.window == window
         assert answered.transform == expected.transform
         np.testing.assert_array_equal(mask_of(answered, tmp_path), mask_of(expected, tmp_path))
+
+
+@pytest.fixture(scope="module")
+def jp2(scene: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same scene in JPEG 2000."""
+    path = tmp_path_factory.mktemp("jp2") / "s.jp2"
+    return write_jp2(path, np.abs(read_tiff(scene)), blockxsize=256, blockysize=256)
+
+
+def test_a_jpeg_2000_file_is_fetched_whole(jp2: Path, tmp_path: Path) -> None:
+    """Its tiles are in no order that its header tells; a part of it is what it is of the same file here."""
+    part = {"window": [200, 250, 300, 310]}
+    with serving(tmp_path, jp2) as (host, ranges, plugin):
+        answered, here = answer(plugin, at(host) | part), answer(plugin, local(jp2) | part)
+        assert answered.fetched is not None
+        assert answered.fetched.bytes == ranges.sent == jp2.stat().st_size
+    assert (answered.data, answered.transform) == (here.data, here.transform)
+
+
+@pytest.mark.fault("F18")
+def test_a_jpeg_2000_file_is_fetched_within_the_limits(jp2: Path, tmp_path: Path) -> None:
+    """Nothing but its beginning where it is too large, or its header says that it is of no use."""
+    with serving(tmp_path, jp2, limits={"file_bytes": jp2.stat().st_size // 2}) as (host, ranges, plugin):
+        with pytest.raises(RasterTooLarge, match="bytes; at most"):
+            answer(plugin, at(host) | {"window": [0, 0, 300, 300]})
+        assert ranges.sent <= LOOK_BYTES
+    with serving(tmp_path, jp2, limits={"block_bytes": 1000}) as (host, ranges, plugin):
+        with pytest.raises(RasterTooLarge, match="rewrite it with tiles"):
+            answer(plugin, at(host) | {"window": [0, 0, 300, 300]})
+        assert ranges.sent <= LOOK_BYTES
+
+
+@pytest.mark.fault("F17")
+@pytest.mark.parametrize("lie", [0, 1, 3, 4, 5, 7])
+def test_a_host_that_lies_about_a_range_of_jpeg_2000_is_found_out(
+    jp2: Path, tmp_path: Path, lie: int
+) -> None:
+    """As below."""
+    lies, kind, says = LIES[lie]
+    with serving(tmp_path, jp2) as (host, ranges, plugin):
+        ranges.lie = lies
+        with pytest.raises(kind, match=says):
+            answer(plugin, at(host) | {"window": [600, 600, 300, 300]})
 
 
 def test_a_host_without_ranges_sends_the_whole_file(scene: Path, tmp_path: Path) -> None:

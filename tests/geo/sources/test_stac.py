@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import rasterio
-from geo.raster.made import UTM, write_tiff
+from geo.raster.made import UTM, write_jp2, write_tiff
 from geo.sources.hosts import page, redirect
 from geo.sources.ranges import Ranges, whole
 from geo.sources.test_ranges import answer, local, mask_of, serving
@@ -42,7 +42,7 @@ def numbered(**more: Any) -> dict[str, Any]:
 
 
 def worded(**band: Any) -> dict[str, Any]:
-    """As Earth Search: words as keys, JPEG 2000 twins, a thumbnail, a picture of three bands."""
+    """As Earth Search: words as keys, twins in JPEG 2000, a thumbnail, a picture of three bands."""
     assets: dict[str, Any] = {
         name: {"href": f"https://files.example.org/{name}.tif", "type": TIFF, "raster:bands": [band]}
         for name in NAMES
@@ -119,6 +119,52 @@ def stored(folder: Path, shift: int = 0) -> tuple[Path, Path]:
         write_tiff(folder / f"{key}.tif", band[:, ::ratio, ::ratio] + np.uint16(shift), transform=transform)
     every = write_tiff(folder / "all.tif", np.concatenate(bands), tuple(b.name for b in CARD.bands), crs=UTM)
     return folder, every
+
+
+def in_jp2(**more: Any) -> dict[str, Any]:
+    """The same item of JPEG 2000 files alone, as Sentinel-2's own products have them."""
+    return {
+        key: asset | {"href": f"./{key}.jp2", "type": "image/jp2", **more}
+        for key, asset in numbered().items()
+    }
+
+
+def test_jpeg_2000_is_taken_where_there_is_no_geotiff() -> None:
+    """By its media type, or its name where the item gives none; of twins the GeoTIFF, if all bands have one."""
+    for assets in (in_jp2(), {key: {"href": f"./{key}.JP2"} for key in KEYS}):
+        chosen = [str(asset.data) for _, _, asset in files_of(item(assets), None, CARD)]
+        assert [name.casefold()[-7:] for name in chosen] == [f"{key}.jp2".casefold() for key in KEYS]
+    twins = numbered() | {f"{key}-jp2": asset for key, asset in in_jp2().items()}
+    chosen = [str(asset.data) for _, _, asset in files_of(item(twins), None, CARD)]
+    assert [name[-7:] for name in chosen] == [f"{key}.tif" for key in KEYS]
+    del twins["B04"]
+    chosen = [str(asset.data) for _, _, asset in files_of(item(twins), None, CARD)]
+    assert [name[-7:] for name in chosen] == [f"{key}.jp2" for key in KEYS]
+
+
+@pytest.mark.parametrize("part", [{}, {"window": [50, 60, 200, 180]}])
+def test_an_item_of_jpeg_2000_files_is_mapped(tmp_path: Path, part: dict[str, Any]) -> None:
+    """Each band a file of its own size, fetched whole, by ranges and without: the mask of the GeoTIFFs."""
+    folder, every = stored(tmp_path / "files", shift=1000)
+    own = item(in_jp2(), **{"s2:processing_baseline": "05.10"}) | {"links": []}
+    masks = []
+    with serving(tmp_path, every) as (host, _, plugin):
+        host.pages["/items/1.json"] = page(json.dumps(own).encode())
+        url = f"http://127.0.0.1:{host.port}/items/1.json"
+        for key in KEYS:
+            with rasterio.open(folder / f"{key}.tif") as file:
+                pixels, transform = file.read(), file.transform
+            path = folder / f"{key}.jp2"
+            write_jp2(path, pixels, transform=transform, NBITS=15, blockxsize=64, blockysize=64)
+            host.pages[f"/items/{key}.jp2"] = Ranges(path) if part else whole(path)
+        answered = answer(plugin, {"item": url, **part})
+        expected = answer(plugin, local(every) | part)
+        assert "image/jp2" in dict(host.asked[-1][1])["Accept"]
+    np.testing.assert_array_equal(mask_of(answered, tmp_path), mask_of(expected, tmp_path))
+    assert (answered.crs, answered.transform) == (expected.crs, expected.transform)
+    if part:
+        assert answered.fetched is not None
+        assert answered.fetched.bytes == sum((folder / f"{key}.jp2").stat().st_size for key in KEYS)
 
 
 def test_an_item_at_an_address_is_mapped(tmp_path: Path) -> None:

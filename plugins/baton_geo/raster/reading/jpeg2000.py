@@ -16,7 +16,7 @@ import numpy as np
 from baton_geo.errors import RasterBroken, RasterTooLarge, RasterUnusable
 from baton_geo.raster.messages import FileSpec, SceneRequest
 from baton_geo.raster.reading.geotiff import CheckedHeader, GdalRaster
-from baton_geo.raster.reading.headers import RasterFile, check_shape, want
+from baton_geo.raster.reading.headers import MEMORY_SHARE, RasterFile, check_shape, want
 
 BOXES_LIMIT = 4096
 MARKERS_LIMIT = 65_536  # of the main header: one or two for each component
@@ -24,6 +24,7 @@ TILES_LIMIT = 65_535  # as the standard has it
 PARTS_LIMIT = 131_072  # of all tiles; a usual file has one a tile, or one a resolution of a tile
 SIZ_BYTES = 38  # without its components
 SAMPLE_BYTES = 4  # of a sample in OpenJPEG, whatever its bits
+COPIES = 2  # of a tile in memory: OpenJPEG's, and the file's data with GDAL's blocks
 SOC, SIZ, SOT, EOC = 0xFF4F, 0xFF51, 0xFF90, 0xFFD9
 SOT_BYTES = 12
 # (signed, bytes): numpy's name. GDAL reads signed numbers of up to 8 bits as unsigned ones.
@@ -127,11 +128,10 @@ class Jpeg2000Header:
             if self._boxes_read > BOXES_LIMIT:
                 raise RasterBroken(f"the file has more than {BOXES_LIMIT} boxes before its codestream")
             length, kind = self._unpack(">I4s", begin)
-            content = begin + 8
+            content, following = begin + 8, begin + length if length else end
             if length == 1:
-                (length,) = self._unpack(">Q", content)
+                following = begin + self._unpack(">Q", content)[0]
                 content += 8
-            following = begin + length if length else end
             if not content <= following <= end:
                 raise RasterBroken("the file is truncated or damaged: a box of it lies beyond its end")
             yield Box(kind, content, following)
@@ -186,11 +186,12 @@ def check_jpeg2000(header: Jpeg2000Header, file: RasterFile, request: SceneReque
     if header.tiles > TILES_LIMIT:
         raise RasterTooLarge(f"the file is cut into {header.tiles} tiles; at most {TILES_LIMIT} are allowed")
     tile_bytes = header.tile[0] * header.tile[1] * header.samples * SAMPLE_BYTES
-    if tile_bytes > request.limits.block_bytes:
+    beside_rows = (1 - MEMORY_SHARE) * request.limits.memory
+    most = min(int(request.limits.block_bytes), int(beside_rows / COPIES))
+    if tile_bytes > most:
         raise RasterTooLarge(
-            f"its tiles take {tile_bytes} bytes each while they are decoded; at most "
-            f"{int(request.limits.block_bytes)} are allowed: rewrite it with tiles of 256 to 1024 pixels, or "
-            "as a Cloud Optimized GeoTIFF"
+            f"its tiles take {tile_bytes} bytes each while they are decoded; at most {most} are allowed: "
+            "rewrite it with tiles of 256 to 1024 pixels, or as a Cloud Optimized GeoTIFF"
         )
     return dtype
 
