@@ -1,8 +1,8 @@
 """Fuzz GDAL's JPEG 2000 driver (OpenJPEG): whether a decoder of ours could be given such files.
 
-`python bench/jpeg2000.py --minutes 60`. Files of several kinds are written with the driver itself, damaged from
-a seed, and each is opened and read in a forked process with a decoder's limits of memory and processor time.
-Counted are how these processes ended; a file that ended one by a signal is kept in `--folder`.
+`python bench/jpeg2000.py --minutes 60`. Files of several kinds are written with the driver itself, damaged
+from a seed, and each is opened and read in a forked process with a decoder's limits of memory and processor
+time. Counted are how these processes ended; a file that ended one by a signal is kept in `--folder`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,10 @@ def seeds() -> list[bytes]:
         written("uint8", 4, 96, CODEBLOCK_STYLE="63", **plain),
         written("uint16", 2, 96, SOP="YES", EPH="YES", RESOLUTIONS="4", PRECINCTS="{64,64},{32,32}", **plain),
         written("uint8", 1, 96, PLT="YES", TLM="YES", **plain, **tiled),
-        *(written("uint16", 1, 32, **PLACE, **plain, **{box: "NO"}) for box in ("GEOJP2", "GMLJP2", "WRITE_METADATA")),
+        *(
+            written("uint16", 1, 32, **PLACE, **plain, **{box: "NO"})
+            for box in ("GEOJP2", "GMLJP2", "WRITE_METADATA")
+        ),
     ]
 
 
@@ -84,13 +87,15 @@ def damaged(chance: random.Random, files: list[bytes]) -> bytes:
             case 4:
                 del data[place : place + chance.randrange(1, 64)]
             case 5:
-                data[place:place] = data[(other := chance.randrange(len(data))) : other + chance.randrange(1, 256)]
+                data[place:place] = data[
+                    (other := chance.randrange(len(data))) : other + chance.randrange(1, 256)
+                ]
             case _:
                 other = chance.choice(files)
                 begin = chance.randrange(len(other))
                 data[place : place + 64] = other[begin : begin + 64]
         if not data:
-            return bytes(data)
+            return b"\0"  # of no bytes rasterio makes a new file
     return bytes(data)
 
 
@@ -99,7 +104,15 @@ def read(data: bytes) -> None:
     with MemoryFile(data, ext=".jp2") as memory, memory.open(driver="JP2OpenJPEG") as file:
         if file.width * file.height > 10**8 or file.count > 64:
             return
-        _ = file.crs, file.transform, file.gcps, file.rpcs, file.tags(), file.colorinterp, file.mask_flag_enums
+        _ = (
+            file.crs,
+            file.transform,
+            file.gcps,
+            file.rpcs,
+            file.tags(),
+            file.colorinterp,
+            file.mask_flag_enums,
+        )
         rows = max(1, 2**26 // (file.width * file.count * 8))
         for top in range(0, min(file.height, 4 * rows), rows):
             file.read(window=Window(0, top, file.width, min(rows, file.height - top)))
@@ -158,7 +171,9 @@ def main() -> None:
         if time.monotonic() - told > 60:
             told = time.monotonic()
             print(dict(counts), f"slowest {slowest:.1f} s", flush=True)
-    print(f"GDAL {rasterio.__gdal_version__}, seed {options.seed}, {options.minutes:g} minutes: {dict(counts)}")
+    print(
+        f"GDAL {rasterio.__gdal_version__}, seed {options.seed}, {options.minutes:g} minutes: {dict(counts)}"
+    )
     print(f"The slowest took {slowest:.1f} s.")
 
 

@@ -147,7 +147,6 @@ def test_an_item_of_jpeg_2000_files_is_mapped(tmp_path: Path, part: dict[str, An
     """Each band a file of its own size, fetched whole, by ranges and without: the mask of the GeoTIFFs."""
     folder, every = stored(tmp_path / "files", shift=1000)
     own = item(in_jp2(), **{"s2:processing_baseline": "05.10"}) | {"links": []}
-    masks = []
     with serving(tmp_path, every) as (host, _, plugin):
         host.pages["/items/1.json"] = page(json.dumps(own).encode())
         url = f"http://127.0.0.1:{host.port}/items/1.json"
