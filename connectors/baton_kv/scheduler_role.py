@@ -570,7 +570,7 @@ class HeldBlocks:
         """Check whether a save may hold these blocks.
 
         A save that nobody waits for leaves room for those that somebody waits for, which do not count the
-        blocks that it holds. The only save may hold more than the most if it writes few of them: it ends soon.
+        blocks that it holds. The only one of all may hold more than the most if it writes few: it ends soon.
 
         Args:
             written: number of blocks that a save that nobody waits for writes; None: somebody waits for it.
