@@ -62,7 +62,7 @@ class Ask(Arguments):
 
 
 class MapScene(Arguments):
-    """Map a GeoTIFF with a map model of this gateway: areas of each class, and a picture of them."""
+    """Map a GeoTIFF or JPEG 2000 file with a map model: areas of each class, and a picture of them."""
 
     url: str | None = Field(None, description="Address of the file, on a host that the gateway fetches from.")
     data: str | None = Field(None, description="The file itself, in base64; small ones only.")

@@ -49,7 +49,7 @@ LINK = {"type": "object", "required": ["href"], "properties": {"href": {"type": 
 NUMBERS = {"type": "array", "items": {"type": "number"}, "minItems": 4, "maxItems": 4}
 INPUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "scene": (
-        "A GeoTIFF: a link, or its bytes in base64",
+        "A GeoTIFF or JPEG 2000 file: a link, or its bytes in base64",
         {"oneOf": [LINK, {"type": "string", "contentEncoding": "base64"}]},
     ),
     "assets": ("Files by the names of their bands: links", {"type": "object", "additionalProperties": LINK}),
