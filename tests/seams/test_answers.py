@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -16,6 +17,7 @@ from support.scripted_engines import ScriptedGateway, run_scripted  # after the 
 
 from baton.engines.backend import Operation
 from baton.relay.report import DIAGNOSTICS, explained_events
+from baton.telemetry.ids import RequestContext
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
@@ -251,3 +253,36 @@ async def test_why_a_prompt_missed_stands_once_in_each_of_vllm_s_streams(
     assert held.pop(DIAGNOSTICS) == found
     assert after == before
     assert held["usage"]
+
+
+@pytest.mark.fault("A13")
+@pytest.mark.parametrize(
+    ("operation", "body"),
+    [
+        (Operation.COMPLETIONS, {"prompt": "Look."}),
+        (Operation.CHAT, {"messages": ASKED}),
+        (Operation.MESSAGES, {"messages": ASKED, "max_tokens": 8}),
+        (Operation.RESPONSES, {"input": "Look."}),
+    ],
+)
+def test_a_call_that_is_cancelled_ends_cancelled(
+    gateway: ScriptedGateway, monkeypatch: pytest.MonkeyPatch, operation: Operation, body: dict[str, Any]
+) -> None:
+    """vLLM's handlers answer an error instead: whoever stopped an engine that warmed up waited for ever."""
+
+    async def generate(*_: Any, **__: Any) -> AsyncIterator[Any]:
+        reached.set()
+        await asyncio.Event().wait()
+        yield None
+
+    async def call() -> None:
+        asked = gateway.engine.call(operation, {"model": "a"} | body, RequestContext("cancelled"))
+        task = asyncio.create_task(asked)
+        await reached.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    reached = asyncio.Event()
+    monkeypatch.setattr(gateway.engine.client, "generate", generate)
+    asyncio.run(call())

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import inspect
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm.model_executor.models import registry
 from vllm.platforms import cpu
+from vllm.renderers import BaseRenderer
 from vllm.v1.engine import utils
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.executor import Executor, UniProcExecutor
 
 from baton.engines.process.fork_server import CURRENT, ForkContext, Launch
 from baton.engines.vllm import engine_thread as thread_module
-from baton.engines.vllm.engine_thread import EngineThread, Starts, fork_cores
+from baton.engines.vllm.engine_thread import Client, EngineThread, Starts, fork_cores
 
 ARGS: Any = SimpleNamespace(
     create_engine_config=lambda _usage: None, enable_log_requests=False, disable_log_stats=True
@@ -54,6 +58,39 @@ def test_a_build_is_broken_off(monkeypatch: pytest.MonkeyPatch, has_a_core: bool
     assert not thread.is_alive()
     assert core is None or core.poll() is not None
     assert isinstance(thread.built.exception(), RuntimeError if has_a_core else SystemExit)
+
+
+@pytest.mark.fault("A11")
+def test_a_client_whose_build_fails_is_ended_there_and_not_by_the_garbage_collector(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """That may run in the thread that warms up the processor of images, for which vLLM's `__del__` waits."""
+    warming, collected = threading.Event(), threading.Event()
+
+    def warm_up() -> None:
+        warming.set()
+        collected.wait(5)  # longer where it is this thread's work that waits for it
+        gc.collect()
+
+    class Renderer(BaseRenderer):  # type: ignore[type-arg,misc]
+        def __init__(self) -> None:
+            self._resources = contextlib.ExitStack()  # type: ignore[assignment]
+            self._mm_warmup_future = pool.submit(warm_up)
+
+        def render_messages(self, *_: Any, **__: Any) -> Any:
+            raise NotImplementedError
+
+    def build(self: Any, *_: Any, **__: Any) -> None:
+        self.itself, self.renderer = self, Renderer()  # in a circle, as vLLM's client is
+        assert warming.wait(20)
+        raise RuntimeError("the core is gone")
+
+    monkeypatch.setattr(AsyncLLM, "__init__", build)
+    with ThreadPoolExecutor(1) as pool:
+        threading.Timer(0.5, collected.set).start()
+        with pytest.raises(RuntimeError, match="the core is gone"):
+            Client()
+        assert pool.submit(lambda: True).result(20), "its thread waits for itself"
 
 
 @pytest.mark.fault("A11")

@@ -591,6 +591,7 @@ class VllmEngine:
                 body = within_context(body, self.context_tokens)
             request = serving.parse(operation, body)
             answer = await method(request, handlers.synthetic_request(context))
+            handlers.require_not_cancelled(answer)
         except Exception as error:  # the border to vLLM's handlers, which raise anything at all
             raise self._translator.error(error, call, body) from error
         return await self._translator.reply(operation, answer, call, body)

@@ -79,6 +79,22 @@ class Starts:
         self.waiting: deque[EngineThread] = deque()
 
 
+class Client(AsyncLLM):  # type: ignore[misc]  # vLLM has no types
+    """vLLM's client, ended where it was being built when that fails.
+
+    vLLM leaves this to `__del__`, which waits until the processor of images is warm. The garbage collector
+    may call that in the very thread that warms it up: this would wait for itself, and the gateway's
+    interpreter at its end for it.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            super().__init__(*args, **kwargs)
+        except BaseException:
+            self.shutdown()
+            raise
+
+
 def processes_of(client: AsyncLLM) -> list[psutil.Process]:
     """List an engine's processes: its core and the core's workers."""
     manager = client.engine_core.resources.engine_manager
@@ -162,7 +178,7 @@ class EngineThread(threading.Thread):
                 # This thread's context ends with it.
                 CURRENT.set(Launch(self._starts.server, self._before_fork, launched))
             args = self._args
-            return AsyncLLM.from_vllm_config(
+            return Client.from_vllm_config(
                 with_core(args.create_engine_config(UsageContext.ENGINE_CONTEXT)),
                 stat_loggers=[self._logger],
                 enable_log_requests=args.enable_log_requests,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 import re
@@ -636,6 +637,21 @@ def _written(event: Any) -> str:
         name = "response.incomplete"
         data = json.dumps(json.loads(data) | {"type": name})
     return f"event: {name}\ndata: {data}\n\n"
+
+
+DISCONNECTED = "Client disconnected"
+"""What vLLM's handlers answer instead of being cancelled."""
+
+
+def require_not_cancelled(answer: Any) -> None:
+    """Raise the cancellation of this task if a handler of vLLM's has made an answer of it.
+
+    Without that whoever cancels it, for example to stop an engine that warms up, would wait for ever.
+    """
+    swallowed = isinstance(answer, ErrorResponse) and answer.error.message == DISCONNECTED
+    task = asyncio.current_task()
+    if swallowed and task is not None and task.cancelling():
+        raise asyncio.CancelledError
 
 
 def _as_asked(own: Callable[..., str]) -> Callable[..., str]:
