@@ -19,8 +19,6 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealGateway]:
         yield running
 
 
-# Arguments that a limit cut are given as they were written, a text: the SDK warns as it sends them back.
-@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
 @pytest.mark.fault("A8")
 @pytest.mark.parametrize("name", ["langgraph", "anthropic", "openai_agents"])
 async def test_an_agent_of_ten_turns_prefills_what_is_new_through_a_kill_and_other_tenants_all(

@@ -73,7 +73,7 @@ def test_a_response_that_was_cut_is_incomplete_and_so_is_its_last_item(
     ("arguments", "given"),
     [('{"at": 1}', {"at": 1}), ("[1, 2]", [1, 2]), ('"north"', "north"), ("7", 7), ("null", None)],
 )
-def test_a_call_whose_arguments_are_no_object_is_given_as_it_is(
+def test_a_call_whose_arguments_are_no_object_is_given_as_it_is_within_one(
     gateway: ScriptedGateway, arguments: str, given: Any
 ) -> None:
     body = {
@@ -92,7 +92,14 @@ def test_a_call_whose_arguments_are_no_object_is_given_as_it_is(
         data["delta"].get("partial_json", "") for name, data in streamed if name == "content_block_delta"
     ]
     assert json.loads("".join(pieces)) == given
-    assert (block["name"], block["input"]) == ("look", given)
+    told = given if isinstance(given, dict) else {"INVALID_JSON": arguments}
+    assert (block["name"], block["input"]) == ("look", told)
+    back = [{"role": "assistant", "content": [block]}]
+    back += [
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": block["id"], "content": "No."}]}
+    ]
+    again = gateway.post(MESSAGES, body | {"messages": ASKED + back})
+    assert again.status_code == 200, again.text
 
 
 WORDS = (" dog", " cat")

@@ -232,10 +232,7 @@ def whole_message(found: dict[str, Any]) -> Read:
     kinds = {
         kind: [b for b in found["content"] if b["type"] == kind] for kind in ("thinking", "text", "tool_use")
     }
-    calls = [
-        (b["name"], b["input"] if isinstance(b["input"], str) else as_json(b["input"]))
-        for b in kinds["tool_use"]
-    ]
+    calls = [(b["name"], b["input"].get("INVALID_JSON", as_json(b["input"]))) for b in kinds["tool_use"]]
     thoughts = "".join(block["thinking"] for block in kinds["thinking"])
     return Read(thoughts, "".join(b["text"] for b in kinds["text"]), calls, ENDS[found["stop_reason"]])
 

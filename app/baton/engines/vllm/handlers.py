@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jiter import from_json
-from pydantic import RootModel, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 from starlette.datastructures import State
 from starlette.requests import Request
 from starlette.responses import Response
@@ -392,8 +392,6 @@ BEFORE_THE_ENGINE = ("response.created", "response.in_progress")
 MESSAGE_START = "event: message_start"
 BEFORE_MORE = (*BEFORE_THE_ENGINE, "response.output_item.done")
 """Events that are held back until the next one."""
-NULL = RootModel[None](None)
-"""A null that is written where nulls are left out."""
 Method = Callable[[Any, Request], Awaitable[Any]]
 
 
@@ -673,10 +671,16 @@ def _with_message_id(text: str) -> str:
     return text.replace("chatcmpl-", "msg_", 1)
 
 
+INVALID = "INVALID_JSON"
+"""What arguments are called within an object that are none."""
+
+
 def _as_anthropic(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Give an answer of `/v1/messages` an id of Anthropic's shape, and keep arguments that are no object.
 
-    A streamed answer keeps them too.
+    A call's input is an object there, as clients send it back: others are wrapped in one as Anthropic's
+    documentation has clients wrap them (fine-grained tool streaming, "Handling invalid JSON"). A streamed
+    answer has them as they were written.
 
     Args:
         convert: the method of vLLM's handler that makes such an answer from a chat's.
@@ -692,18 +696,18 @@ def _as_anthropic(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
         blocks = [block for block in answer.content if block.type == "tool_use"]
         for block, arguments in zip(blocks, given, strict=True):
             found = _parsed(arguments)
-            block.input = NULL if found is None else found
+            block.input = found if isinstance(found, dict) else {INVALID: arguments}
         return answer
 
     return converted
 
 
 def _parsed(arguments: str) -> Any:
-    """Return a call's arguments; those that are no JSON, as an answer that was cut leaves them, as text."""
+    """Return a call's arguments; None: they are no JSON, as an answer that was cut leaves them."""
     try:
         return json.loads(arguments, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
-        return arguments
+        return None
 
 
 def _refuse_constant(name: str) -> Any:
