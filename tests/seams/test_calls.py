@@ -6,11 +6,12 @@ import json
 import os
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from jiter import from_json
 
 pytest.importorskip("vllm")
 
@@ -237,6 +238,11 @@ def whole_message(found: dict[str, Any]) -> Read:
     return Read(thoughts, "".join(b["text"] for b in kinds["text"]), calls, ENDS[found["stop_reason"]])
 
 
+def as_input(text: str) -> str:
+    """What Anthropic's SDK reads of a streamed call's arguments, written again."""
+    return as_json(from_json(text.encode(), partial_mode=True) if text else {})
+
+
 def streamed_message(found: list[dict[str, Any]]) -> Read:
     read = Read("", "", [], "")
     for event in found:
@@ -325,6 +331,10 @@ def test_a_cut_answer_is_read_alike_and_invents_nothing(
             reads.append(ask(gateway, route, most=most, stream=stream))
         gateway.engine.client.tokens_a_step = 1
         whole, *streamed = reads
+        if route == MESSAGES:  # in one piece a call's input is an object, of which a cut leaves what is whole
+            streamed = [
+                replace(read, calls=[(n, as_input(text)) for n, text in read.calls]) for read in streamed
+            ]
         assert streamed == [whole, whole], most
         assert whole.ended == "length", most
         assert SAID.startswith(whole.text.strip())
@@ -334,6 +344,9 @@ def test_a_cut_answer_is_read_alike_and_invents_nothing(
         for (_, written), (_, meant) in zip(whole.calls[:-1], CALLS, strict=False):
             assert json.loads(written) == meant
         for (_, written), (_, meant) in list(zip(whole.calls, CALLS, strict=False))[-1:]:
+            if route == MESSAGES:
+                assert set(json.loads(written)) <= set(meant), most
+                continue
             try:
                 assert json.loads(written) == meant, most  # whole, or no JSON at all
             except ValueError:

@@ -672,15 +672,15 @@ def _with_message_id(text: str) -> str:
 
 
 INVALID = "INVALID_JSON"
-"""What arguments are called within an object that are none."""
+"""What arguments are called within an object that are none, as Anthropic's documentation has clients do it
+(fine-grained tool streaming, "Handling invalid JSON")."""
 
 
 def _as_anthropic(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Give an answer of `/v1/messages` an id of Anthropic's shape, and keep arguments that are no object.
 
-    A call's input is an object there, as clients send it back: others are wrapped in one as Anthropic's
-    documentation has clients wrap them (fine-grained tool streaming, "Handling invalid JSON"). A streamed
-    answer has them as they were written.
+    A call's input is an object there, as clients send it back: of arguments that a limit cut what is whole,
+    as Anthropic's SDK reads them from a stream, which has them as they were written.
 
     Args:
         convert: the method of vLLM's handler that makes such an answer from a chat's.
@@ -695,17 +695,27 @@ def _as_anthropic(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
         answer.id = _with_message_id(answer.id)
         blocks = [block for block in answer.content if block.type == "tool_use"]
         for block, arguments in zip(blocks, given, strict=True):
-            found = _parsed(arguments)
-            block.input = found if isinstance(found, dict) else {INVALID: arguments}
+            block.input = _input(arguments)
         return answer
 
     return converted
 
 
-def _parsed(arguments: str) -> Any:
-    """Return a call's arguments; None: they are no JSON, as an answer that was cut leaves them."""
+def _input(arguments: str) -> Json:
+    """Return a call's arguments as an object."""
     try:
-        return json.loads(arguments, parse_constant=_refuse_constant)
+        found = json.loads(arguments, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):  # an answer that was cut leaves no JSON
+        found = _beginning(arguments)
+    return found if isinstance(found, dict) else {INVALID: arguments}
+
+
+def _beginning(arguments: str) -> Any:
+    """Return what is whole of arguments that were cut; None: they are not the beginning of any JSON."""
+    try:
+        return (
+            from_json(arguments.encode(), partial_mode=True, allow_inf_nan=False) if arguments.strip() else {}
+        )
     except (ValueError, RecursionError):
         return None
 
