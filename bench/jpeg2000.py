@@ -119,7 +119,7 @@ def read(data: bytes) -> None:
 
 
 def ended(data: bytes) -> str:
-    """How a process ended that read a file: `read`, `refused`, or by which signal."""
+    """The end of a process that reads a file: `read`, `refused`, or the signal that ended it."""
     pid = os.fork()
     if not pid:
         code = 70

@@ -91,7 +91,8 @@ class Client(AsyncLLM):  # type: ignore[misc]  # vLLM has no types
         try:
             super().__init__(*args, **kwargs)
         except BaseException:
-            self.shutdown()
+            with contextlib.suppress(Exception):  # of half a client: why it could not be built says more
+                self.shutdown()
             raise
 
 

@@ -711,7 +711,7 @@ def _input(arguments: str) -> Json:
 
 
 def _beginning(arguments: str) -> Any:
-    """Return what is whole of arguments that were cut; None: they are not the beginning of any JSON."""
+    """Return the whole part of arguments that were cut; None: they are not the beginning of any JSON."""
     try:
         return (
             from_json(arguments.encode(), partial_mode=True, allow_inf_nan=False) if arguments.strip() else {}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -116,7 +117,7 @@ def _iso(*parts: str | None) -> str | None:
 
 @dataclass(frozen=True)
 class CheckedHeader:
-    """What the checked header of a file says, for messages and to compare with what GDAL says.
+    """Size, bands and type by the checked header of a file, for messages and to compare with GDAL's.
 
     Attributes:
         kind: of the file, as messages name it.
@@ -132,7 +133,7 @@ class CheckedHeader:
     images: int = 1
 
 
-class GdalRaster:
+class GdalRaster(ABC):
     """A file whose header was checked, read by one of GDAL's drivers as a `Source`.
 
     Args:
@@ -220,9 +221,9 @@ class GdalRaster:
         """See `Source`."""
         return []
 
+    @abstractmethod
     def _block(self) -> tuple[int, int]:
         """Return `block_height` and `first_look` of `Source`."""
-        raise NotImplementedError
 
     def _check_agreement(self, header: CheckedHeader) -> None:
         """Refuse a file that GDAL reads differently from the header that was checked."""

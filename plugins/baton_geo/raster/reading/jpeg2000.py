@@ -41,7 +41,7 @@ class Box:
 
 
 class Jpeg2000Header:
-    """What the boxes before the first codestream and its SIZ marker say.
+    """Size, tiles and components by the boxes before the first codestream and by its SIZ marker.
 
     Attributes:
         begin: of the codestream, its place in the file.
