@@ -23,13 +23,19 @@ class Seen:
     wall: float = 0.0
     requests: int = 0
     tokens: int = 0
+    events: int = 0
     took: list[float] = field(default_factory=list)
     first: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
 
     def figures(self) -> dict[str, float]:
-        """The round in figures: per second, and milliseconds."""
-        found = {"requests/s": self.requests / self.wall, "tokens/s": self.tokens / self.wall}
+        """The round in figures: per second, and milliseconds.
+
+        A stream's events are counted, not its tokens: a server may send several in one.
+        """
+        found = {"requests/s": self.requests / self.wall}
+        counts = {"tokens": self.tokens, "events": self.events}
+        found |= {f"{name}/s": count / self.wall for name, count in counts.items() if count}
         for name, values in (("request", self.took), ("TTFT", self.first), ("inter-token", self.gaps)):
             if len(values) > 2:
                 found[f"{name} p50 ms"] = statistics.median(values) * 1000
@@ -55,7 +61,7 @@ async def stream_round(url: str, *, clients: int, requests: int, tokens: int) ->
                     now = time.perf_counter()
                     (seen.first if last == began else seen.gaps).append(now - last)
                     last = now
-                    seen.tokens += 1
+                    seen.events += 1
 
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         began = time.perf_counter()
