@@ -18,6 +18,8 @@ IMAGE_ARGS ?=
 # The slowest are told at the end, after what was skipped and why.
 TOLD = --durations 20
 TWO_PROCESSES = --numprocesses 2 --dist loadscope --no-loadscope-reorder
+# A third runs what has no engines (tests/conftest.py).
+THREE_PROCESSES = $(subst 2,3,$(TWO_PROCESSES))
 
 INSTALL = $(BIN)/python .ci/install.py
 
@@ -42,7 +44,7 @@ screenshots: $(VENV)/.dev ## Take the pictures of the page for README and docs f
 	$(BIN)/python docs/screenshots.py $(URL)
 
 test: $(VENV)/.dev ## Install, then run the tests (ARGS= for pytest)
-	$(BIN)/python -m pytest $(TWO_PROCESSES) $(TOLD) -m "not chaos and not soak and not image" $(ARGS)
+	$(BIN)/python -m pytest $(THREE_PROCESSES) $(TOLD) -m "not chaos and not soak and not image" $(ARGS)
 
 ray: $(VENV)/.dev ## Install Ray Serve too, for its tests and for `serve run baton.ray:app` (300 MB)
 	@$(INSTALL) -r requirements-ray.lock

@@ -29,7 +29,9 @@ from baton.models.store import ModelStore
 
 ENGINE_TESTS = Path(__file__).parent / "engine"
 SHARED_GATEWAYS = ("real_gateway", "tiny_gateway", "relay_gateway", "geo_gateway", "vision_gateway")
-TOGETHER = ("/seams/", "/tests/plain/")
+ENGINES = "engines: "
+"""What the names of those groups of tests begin with that have engines."""
+TOGETHER = {"/seams/": "seams", "/tests/plain/": f"{ENGINES}plain"}
 """Folders whose files run in one process: what vLLM imports on its first use, and plain vLLM's servers, are had once."""
 LAST_USERS: pytest.StashKey[dict[str, pytest.Item]] = pytest.StashKey()
 
@@ -73,19 +75,43 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """Give all files that name a shared gateway to one process of pytest-xdist, and some folders; the others file by file."""
+    """Give all files that name a shared gateway to one process of pytest-xdist, and some folders; the others file by file.
+
+    Two processes run engines, whose memory is what a machine has least of; a third runs all else meanwhile, since
+    tests with engines leave some of the processors idle.
+    """
     from xdist.scheduler import LoadScopeScheduling  # where the tests run in one process it is not needed
+    from xdist.workermanage import WorkerController
 
     @functools.cache
     def group(file: str) -> str:
-        if folder := next((folder for folder in TOGETHER if folder in f"/{file}"), None):
-            return folder
+        if together := next((name for folder, name in TOGETHER.items() if folder in f"/{file}"), None):
+            return together
         text = (config.rootpath / file).read_text()
-        return next((name for name in SHARED_GATEWAYS if name in text), file)
+        shared = next((name for name in SHARED_GATEWAYS if name in text), file)
+        return f"{ENGINES}{shared}" if shared != file or "mark.engine" in text else file
 
     class GatewayScheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             return group(nodeid.partition("::")[0])
+
+        def _reschedule(self, node: WorkerController) -> None:
+            if self._is_for(node):
+                super()._reschedule(node)
+            elif not node.shutting_down:
+                node.shutdown()
+
+        def _assign_work_unit(self, node: WorkerController) -> None:
+            if (scope := self._is_for(node)) is not None:
+                self.workqueue.move_to_end(scope, last=False)
+                super()._assign_work_unit(node)
+
+        def _is_for(self, node: WorkerController) -> str | None:
+            """Return the first of the waiting scopes that a process may take."""
+            any_of_them = node.gateway.id in ("gw0", "gw1")
+            return next(
+                (scope for scope in self.workqueue if any_of_them or not scope.startswith(ENGINES)), None
+            )
 
     return GatewayScheduling(config, log)
 
