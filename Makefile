@@ -17,9 +17,8 @@ IMAGE_ARGS ?=
 
 # The slowest are told at the end, after what was skipped and why.
 TOLD = --durations 20
-TWO_PROCESSES = --numprocesses 2 --dist loadscope --no-loadscope-reorder
-# A third runs what has no engines (tests/conftest.py).
-THREE_PROCESSES = $(subst 2,3,$(TWO_PROCESSES))
+# Two run what has engines, the third all else (tests/conftest.py).
+PROCESSES = --numprocesses 3 --dist loadscope --no-loadscope-reorder
 
 INSTALL = $(BIN)/python .ci/install.py
 
@@ -44,7 +43,7 @@ screenshots: $(VENV)/.dev ## Take the pictures of the page for README and docs f
 	$(BIN)/python docs/screenshots.py $(URL)
 
 test: $(VENV)/.dev ## Install, then run the tests (ARGS= for pytest)
-	$(BIN)/python -m pytest $(THREE_PROCESSES) $(TOLD) -m "not chaos and not soak and not image" $(ARGS)
+	$(BIN)/python -m pytest $(PROCESSES) $(TOLD) -m "not chaos and not soak and not image" $(ARGS)
 
 ray: $(VENV)/.dev ## Install Ray Serve too, for its tests and for `serve run baton.ray:app` (300 MB)
 	@$(INSTALL) -r requirements-ray.lock
@@ -114,7 +113,7 @@ bench-vision: $(VENV)/.dev ## Measure what a handed-over picture saves, and the 
 chaos: $(VENV)/.dev ## Break engines on purpose, ask ten times too much, and what else is long (an hour)
 	failed=0; \
 	$(BIN)/python -m pytest $(TOLD) -m "chaos and alone" $(ARGS) || [ $$? = 5 ] || failed=1; \
-	$(BIN)/python -m pytest $(TWO_PROCESSES) $(TOLD) -m "chaos and not alone" $(ARGS) || [ $$? = 5 ] || failed=1; \
+	$(BIN)/python -m pytest $(PROCESSES) $(TOLD) -m "chaos and not alone" $(ARGS) || [ $$? = 5 ] || failed=1; \
 	exit $$failed
 
 soak: $(VENV)/.dev ## Run long (minutes to hours)

@@ -33,6 +33,8 @@ ENGINES = "engines: "
 """What the names of those groups of tests begin with that have engines."""
 TOGETHER = {"/seams/": "seams", "/tests/plain/": f"{ENGINES}plain"}
 """Folders whose files run in one process: what vLLM imports on its first use, and plain vLLM's servers, are had once."""
+HAVE_ENGINES = ("mark.engine", "RealGateway", "OfflineEngine")
+"""What a file names whose tests have engines."""
 LAST_USERS: pytest.StashKey[dict[str, pytest.Item]] = pytest.StashKey()
 
 
@@ -69,8 +71,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put tests with engines first: they are the longest."""
-    items.sort(key=lambda item: item.get_closest_marker("engine") is None)
+    """Put tests with engines first, then those of the seams, which one process runs alone: these are the longest."""
+    items.sort(key=lambda item: (item.get_closest_marker("engine") is None, "seams" not in item.path.parts))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -89,7 +91,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
             return together
         text = (config.rootpath / file).read_text()
         shared = next((name for name in SHARED_GATEWAYS if name in text), file)
-        return f"{ENGINES}{shared}" if shared != file or "mark.engine" in text else file
+        has_engines = shared != file or any(name in text for name in HAVE_ENGINES)
+        return f"{ENGINES}{shared}" if has_engines else file
 
     class GatewayScheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:

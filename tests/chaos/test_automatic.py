@@ -114,7 +114,8 @@ def test_an_agent_of_ten_turns_prefills_what_is_new_through_two_kills(
 
 
 TRIES = 1000
-TOKENS = 192
+TOKENS = 132
+"""Of a stored prompt: a block of 128, and a few."""
 CHANCE = 3.9
 """So many standard deviations from even chances come by chance once in ten thousand runs."""
 

@@ -26,7 +26,8 @@ GATEWAY_MODULES = ("baton.cli", "baton.serve", "baton.engines.vllm.build_fleet")
 def forks() -> ForkServerContext:
     """Where engines and gateways are forked from: one process for all tests of this one."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["vllm", "vllm.entrypoints.llm", *FORKED_MODULES, *GATEWAY_MODULES])
+    modules = ["vllm", "vllm.entrypoints.llm", *FORKED_MODULES, *GATEWAY_MODULES, "support.frozen"]
+    context.set_forkserver_preload(modules)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))  # the extension is there
         patch.setenv("TORCHDYNAMO_DISABLE", "1")

@@ -19,10 +19,10 @@ from typing import Any
 
 import httpx
 from openai_harmony import load_harmony_encoding
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 from tokenizers.decoders import ByteLevel
 from tokenizers.models import WordLevel
-from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 from vllm.outputs import RequestOutput
 from vllm.renderers import renderer_from_config
 from vllm.v1.core.sched.utils import check_stop
@@ -240,11 +240,12 @@ def speaking(folder: Path, tokens: Sequence[str]) -> Path:
     """Make a model in a folder, without weights: SmolLM2's description, with further tokens."""
     known = Path(ModelStore(load_settings().models_folder).resolve("smollm2"))
     shutil.copytree(known, folder, ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    file = str(folder / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(file)
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in tokens])
-    tokenizer.save_pretrained(folder)
+    tokenizer.save(file)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": len(tokenizer)}))
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": tokenizer.get_vocab_size()}))
     return folder
 
 
