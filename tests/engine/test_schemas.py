@@ -23,6 +23,8 @@ pytestmark = [
 ]
 UNNOTICED_S = 0.25
 """What nobody calls a wait: one of these schemas compiled in the engine takes seconds."""
+READ_WITHIN_S = 2.0
+"""The engine reads one body after the other, and 512 tools take it a quarter of a second."""
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
 
 
@@ -61,9 +63,13 @@ def test_one_tenants_dear_schemas_are_not_the_others_wait(tiny_gateway: RealGate
             answer = client.post("/v1/chat/completions", json=CHAT | more)
             print(f"E14: {name}: {answer.status_code} after {time.monotonic() - began:.2f} s")
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), name
-    usual, late = (float(np.quantile(waits, 0.99)) for waits in (alone, beside))
-    print(f"E14: the other tenant's chats: p99 {usual:.2f} s alone, {late:.2f} s beside {len(DEAR)} schemas")
+    usual, late = (float(np.median(waits)) for waits in (alone, beside))
+    print(
+        f"E14: the other tenant's chats: median {usual:.2f} s, at most {max(alone):.2f} s alone; "
+        f"{late:.2f} and {max(beside):.2f} s beside {len(DEAR)} schemas"
+    )
     assert late < max(3 * max(alone), UNNOTICED_S)
+    assert max(beside) < READ_WITHIN_S
 
 
 @pytest.mark.parametrize("name", [name for name, body in ORDINARY.items() if "response_format" in body])
