@@ -52,7 +52,7 @@ def pytest_configure() -> None:
     transports = httpx._transports.default
     transports.create_ssl_context = functools.cache(transports.create_ssl_context)
     if "PYTEST_XDIST_WORKER" in os.environ:
-        # Two processes share the cores. Threads of one engine would wait for one another while the other's run: with one
+        # Several processes share the cores. Threads of one engine would wait for one another while another's run: with one
         # each, which may run anywhere, engines do the same in three quarters of the time.
         import torch
 
@@ -71,8 +71,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put tests with engines first, then those of the seams, which one process runs alone: these are the longest."""
-    items.sort(key=lambda item: (item.get_closest_marker("engine") is None, "seams" not in item.path.parts))
+    """Put the longest first: those of the folder of chaos, others with engines, and the seams', which one process runs."""
+
+    def place(item: pytest.Item) -> tuple[bool, ...]:
+        folders = item.path.parts
+        return "chaos" not in folders, item.get_closest_marker("engine") is None, "seams" not in folders
+
+    items.sort(key=place)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -111,9 +116,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
         def _is_for(self, node: WorkerController) -> str | None:
             """Return the first of the waiting scopes that a process may take."""
-            any_of_them = node.gateway.id in ("gw0", "gw1")
+            has_engines = node in self.nodes[:2]
             return next(
-                (scope for scope in self.workqueue if any_of_them or not scope.startswith(ENGINES)), None
+                (scope for scope in self.workqueue if has_engines or not scope.startswith(ENGINES)), None
             )
 
     return GatewayScheduling(config, log)

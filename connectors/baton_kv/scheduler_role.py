@@ -331,6 +331,8 @@ class SchedulerRole:
         held = [block for ids in block_ids for block in ids if block != NULL_BLOCK]
         held += self._states.held(request_id)
         parts = self._parts_before(plan, key, kept) if plan is not None else ()
+        if len(parts) > MAX_SHARED:
+            parts = self._fewer(parts, blocks, held, awaited=not wanted.least)
         written = self._written(blocks, parts) if wanted.least else None
         if (failure := self._refusal(blocks, kept, held, whole, written)) is not None:
             self._outcomes.append(TransferOutcome(request_id, key, Transfer.SAVE, wanted.tag, failure))
@@ -367,12 +369,30 @@ class SchedulerRole:
         return wanted, key
 
     def _written(self, blocks: tuple[GroupBlocks, ...], parts: tuple[Part, ...]) -> int:
-        """Return the number of a context's blocks that its save writes: those that are in no part of it."""
+        """Return the number of a context's blocks that its save writes.
+
+        Parts spare those of the groups that keep all blocks; what windows and states need is written whole.
+        """
         first = parts[-1].stop if parts else 0
         groups = zip(self._groups, blocks, strict=True)
         return sum(
-            len(each.ids) if group.state else max(0, each.indexes.stop - max(first, each.first))
+            max(0, each.indexes.stop - max(first, each.first)) if group.keeps_all else len(each.ids)
             for group, each in groups
+        )
+
+    def _fewer(
+        self, parts: tuple[Part, ...], blocks: tuple[GroupBlocks, ...], held: Sequence[int], *, awaited: bool
+    ) -> tuple[Part, ...]:
+        """Return the first half of too many parts, or more, behind which the save writes no more than it may.
+
+        Args:
+            awaited: somebody waits for the save, which may write as much as it holds.
+        """
+        counts = range(MAX_SHARED // 2, MAX_SHARED)
+        fewer = (parts[:count] for count in counts)
+        return next(
+            (each for each in fewer if awaited or self._held.has_room_for(held, self._written(blocks, each))),
+            parts[:MAX_SHARED],
         )
 
     def _refusal(
@@ -397,7 +417,7 @@ class SchedulerRole:
         """Select the entries that hold the first blocks of a context already, as parts of its entry `key`.
 
         The last block is never among them. An entry keeps whole files of others, of its own scope only, so
-        they end where it would use less than half of one; of too many there is the first half.
+        they end where it would use less than half of one. There may be more than `MAX_SHARED`.
         """
         whole = min(plan.shared, kept - 1) // self._block_size
         if len({group.tokens for group in self._groups if group.keeps_all}) != 1:
@@ -409,8 +429,6 @@ class SchedulerRole:
             parts.append(replace(part, stop=min(part.stop, whole)))
             reached = part.stop
         scopes = {each.partition("/")[0] for each in (key, *(part.key for part in plan.parts))}
-        if len(parts) > MAX_SHARED:
-            parts = parts[: MAX_SHARED // 2]
         return tuple(parts) if len(scopes) == 1 else ()
 
     def _save(self, job: SaveJob) -> None:

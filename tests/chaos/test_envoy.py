@@ -126,6 +126,8 @@ def test_of_a_killed_gateway_only_what_ran_on_it_is_lost(tmp_path: Path) -> None
         with streams(proxy.url, gateways) as (started, on_each):
             assert min(on_each) > 0, on_each
             gateways[0].signal(signal.SIGKILL)
+            # It dies a moment later, and what it has taken until then is lost too; then Envoy knows.
+            wait_for(lambda: sum(not stream.is_alive() for stream in started) >= on_each[0], 10)
             seen = ask(proxy.url, REQUESTS)
         lost = [stream for stream in started if not stream.whole]
         print(f"streams on each: {on_each}, lost: {len(lost)}, requests after the kill: {dict(seen)}")

@@ -358,6 +358,22 @@ def test_a_context_that_fills_the_engine_is_saved_behind_what_is_stored_of_it(tm
     assert contexts.load(two, [*longer, 1]) == len(longer) - 1
 
 
+def test_a_context_that_fills_the_engine_is_saved_on_when_it_has_too_many_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many of the first parts stay as the save needs to write few blocks."""
+    monkeypatch.setattr("baton_kv.scheduler_role.MAX_SHARED", 4)
+    contexts = Contexts(FileStore(tmp_path / "store"))
+    contexts.engine.scheduler = SchedulerRole(contexts.store, SECRET, "one", BLOCK, held_blocks=7)
+    key, parts = None, []
+    for tokens in turns(9, BLOCK + 1):
+        key = contexts.save(tokens, key, least=1)
+        assert key, f"after {len(parts)} turns"
+        parts.append(contexts.parts(key))
+    assert parts == [0, 1, 2, 3, 4, 2, 3, 4, 4]
+    assert contexts.load(key, [*tokens, 1]) == len(tokens) - 1
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_whatever_is_saved_forked_deleted_evicted_and_loaded_is_exact_or_a_miss(
     tmp_path: Path, seed: int

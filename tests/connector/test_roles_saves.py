@@ -15,7 +15,7 @@ from connector.role_engines import BLOCK, PROMPT, SECRET, Engine
 from support.memory_store import MemoryStore
 
 from baton_kv import scheduler_role
-from baton_kv.blocks import HeadShard, KVBlocks, LayoutRefused
+from baton_kv.blocks import CacheGroup, GroupBlocks, HeadShard, KVBlocks, LayoutRefused
 from baton_kv.contract import (
     EXPENDABLE,
     PARAMS_KEY,
@@ -28,6 +28,7 @@ from baton_kv.contract import (
 )
 from baton_kv.copies import HostStaging
 from baton_kv.folders import store_secret
+from baton_kv.format import Part
 from baton_kv.scheduler_role import HeldBlocks, SchedulerRole
 from baton_kv.stores.base import StoreError
 from baton_kv.worker_role import LOW_PRIORITY, savers_for
@@ -197,6 +198,14 @@ def test_what_automatic_saves_hold_keeps_no_named_save_out() -> None:
     held.release("automatic")
     held.release("named")
     assert held.has_room_for(range(1, 11), 10)
+
+
+def test_a_save_writes_all_blocks_of_windows_whatever_it_shares(store: MemoryStore) -> None:
+    groups = (CacheGroup(), CacheGroup(window=3 * BLOCK))
+    scheduler = SchedulerRole(store, SECRET, "one", BLOCK, groups=groups)
+    blocks = (GroupBlocks(0, tuple(range(1, 11))), GroupBlocks(6, (11, 12, 13, 14)))
+    assert scheduler._written(blocks, ()) == 14
+    assert scheduler._written(blocks, (Part(new_key("acme"), "0" * 32, 8),)) == 2 + 4
 
 
 def test_an_automatic_save_is_given_up_at_its_deadline(

@@ -43,8 +43,13 @@ from support.written_calls import (  # after the skip
     mistral_v11,
     qwen_xml,
 )
+from vllm.entrypoints.anthropic.protocol import (  # after the skip
+    AnthropicContentBlock,
+    AnthropicMessagesResponse,
+)
 from vllm.tool_parsers import ToolParserManager  # after the skip
 
+from baton.engines.vllm.handlers import _input  # after the skip
 from baton.models.catalog import SMOLLM2_TEMPLATE
 from baton_client import Baton
 
@@ -388,6 +393,32 @@ def test_demanded_calls_in_json_are_read_alike_at_every_cut(jamba: ScriptedGatew
         assert all(given.startswith(part) for (_, part), (_, given) in zip(written, meant, strict=True))
     assert whole.calls == meant
     assert len(meant) == len(CALLS)
+
+
+DEEP = '{"a": ' * 300 + "1" + "}" * 300
+INPUTS = {
+    "whole": ('{"a": 1}', False, {"a": 1}),
+    "none": ("", True, {}),
+    "cut": ('{"a": 1, "b": "x', True, {"a": 1}),
+    "unfinished, though nothing cut it": ('{"a": 1, "b": "x', False, None),
+    "text behind it": ('{"a": 1} and more', False, None),
+    "a list": ("[1]", False, None),
+    "a list that was cut": ("[1", True, None),
+    "half a surrogate pair": ('{"a": "\\ud800"}', False, None),
+    "no number": ('{"a": NaN}', False, None),
+    "a number too large": ('{"a": 1e999}', False, None),
+    "nested too deeply": (DEEP, False, None),
+}
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_the_input_of_a_call_of_messages_is_an_object_that_can_be_written(name: str) -> None:
+    arguments, cut, wanted = INPUTS[name]
+    found = _input(arguments, cut=cut)
+    assert found == ({"INVALID_JSON": arguments} if wanted is None else wanted)
+    block = AnthropicContentBlock(type="tool_use", id="1", name="look", input=found)
+    answer = AnthropicMessagesResponse(id="1", content=[block], model="a", usage=None)
+    assert answer.model_dump_json(exclude_none=True)
 
 
 def test_an_answer_that_saves_its_context_is_read_alike(gateway: ScriptedGateway, family: Family) -> None:

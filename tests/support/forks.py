@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from multiprocessing import resource_tracker
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -126,7 +127,9 @@ class ForkedServer:
         with contextlib.suppress(ChildProcessError):  # the other thread was told first
             os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
             self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        return self.returncode or 0
+        while self.returncode is None:
+            time.sleep(0.001)  # the other thread is about to tell
+        return self.returncode
 
 
 def _start_fork_server(

@@ -14,6 +14,7 @@ from typing import Any
 
 from jiter import from_json
 from pydantic import TypeAdapter, ValidationError
+from pydantic_core import to_json
 from starlette.datastructures import State
 from starlette.requests import Request
 from starlette.responses import Response
@@ -429,7 +430,7 @@ HANDLERS: dict[Operation, Handler] = {
         AnthropicMessagesRequest,
         AnthropicMessagesResponse,
         ("anthropic_serving_messages", "create_messages"),
-        {"exclude_none": True, "warnings": False},  # of a call's arguments that are no object
+        {"exclude_none": True},
     ),
     Operation.COUNT_TOKENS: Handler(
         AnthropicCountTokensRequest,
@@ -677,17 +678,18 @@ INVALID = "INVALID_JSON"
 
 
 def _as_anthropic(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Give an answer of `/v1/messages` an id of Anthropic's shape, and keep arguments that are no object.
+    """Give an answer of `/v1/messages` an id of Anthropic's shape, and calls whose input is always an object.
 
-    A call's input is an object there, as clients send it back: of arguments that a limit cut what is whole,
-    as Anthropic's SDK reads them from a stream, which has them as they were written.
+    Clients send that back. Of arguments that a limit cut it holds what is whole, as Anthropic's SDK reads it
+    from a stream, which has them as they were written; of others that are no object all, as `INVALID`.
 
     Args:
         convert: the method of vLLM's handler that makes such an answer from a chat's.
     """
 
     def converted(chat: Any) -> Any:
-        calls = [call.function for call in chat.choices[0].message.tool_calls]
+        (choice,) = chat.choices
+        calls = [call.function for call in choice.message.tool_calls]
         given = [call.arguments for call in calls]
         for call in calls:
             call.arguments = "{}"
@@ -695,19 +697,32 @@ def _as_anthropic(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
         answer.id = _with_message_id(answer.id)
         blocks = [block for block in answer.content if block.type == "tool_use"]
         for block, arguments in zip(blocks, given, strict=True):
-            block.input = _input(arguments)
+            block.input = _input(arguments, cut=choice.finish_reason == "length")
         return answer
 
     return converted
 
 
-def _input(arguments: str) -> Json:
-    """Return a call's arguments as an object."""
+def _input(arguments: str, *, cut: bool) -> Json:
+    """Return a call's arguments as an object, of which an answer can be written.
+
+    Args:
+        cut: a limit ended the answer, perhaps within them.
+    """
     try:
         found = json.loads(arguments, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError):  # an answer that was cut leaves no JSON
-        found = _beginning(arguments)
-    return found if isinstance(found, dict) else {INVALID: arguments}
+    except (ValueError, RecursionError):
+        found = _beginning(arguments) if cut else None
+    if not isinstance(found, dict):
+        return {INVALID: arguments}
+    try:
+        json.dumps(found, allow_nan=False)  # 1e999 is read as infinite
+        to_json(
+            {"content": [{"input": found}]}
+        )  # half a surrogate pair, and what is nested too deeply, are not written
+    except (ValueError, RecursionError):
+        return {INVALID: arguments}
+    return found
 
 
 def _beginning(arguments: str) -> Any:
