@@ -3,7 +3,7 @@
 A relay: A's context is computed and saved, B's prompt goes on after it from the loaded KV, and B's eight
 greedy tokens are compared with those of the same engine computing the whole prompt. Tiny random models in
 float32, one of each family that vLLM's CPU backend computes in float32 (gated delta nets it does not;
-`tests/connector/test_states.py` compares those), contexts of 1 to 400 tokens, 16 at once.
+`tests/connector/test_states.py` compares those), contexts of 1 to 400 tokens, 32 at once.
 
 A run is a slice: it takes `--minutes`, and adds to the counts in `--counts`, from which the next one goes on
 with other contexts. What differs is written there whole, so that it can be repeated.
@@ -43,13 +43,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granite4": {"enable_prefix_caching": False},
 }
 """Tiny models, and what their engines are started with."""
-AT_ONCE, LONGEST, THEN = 16, 400, 8
+AT_ONCE, LONGEST, THEN = 32, 400, 8
 GOAL = 100_000
 Counts = dict[str, dict[str, Any]]
 
 
 def relays(engine: OfflineEngine, chance: random.Random, count: dict[str, Any]) -> None:
-    """Sixteen relays at once."""
+    """So many relays at once."""
     prompts = [
         [chance.randrange(1, 40_000) for _ in range(chance.randint(1, LONGEST))] for _ in range(AT_ONCE)
     ]
@@ -82,7 +82,7 @@ def slice_of(family: str, models: Path, folder: Path, seconds: float, counts: Co
     count = counts.setdefault(family, {"relays": 0, "loaded": 0, "different": []})
     store = folder / family / "store"
     store.parent.mkdir()
-    with OfflineEngine(store, model=str(models / family), **FAMILIES[family]) as engine:
+    with OfflineEngine(store, model=str(models / family), max_num_seqs=AT_ONCE, **FAMILIES[family]) as engine:
         until = time.monotonic() + seconds
         while time.monotonic() < until and count["relays"] < GOAL / len(FAMILIES):
             relays(engine, random.Random(f"{family} {count['relays']}"), count)
