@@ -182,4 +182,6 @@ def refused(url: str) -> bool:
         httpx.get(f"{url}/envoy/ready", timeout=2)
     except httpx.ConnectError:
         return True
+    except httpx.ReadError:  # its connection was waiting as Envoy ceased to listen
+        pass
     return False

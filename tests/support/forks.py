@@ -79,6 +79,7 @@ class ForkedCommand:
 
 
 def _run(words: list[str], output: str, environment: dict[str, str]) -> None:
+    os.setsid()  # its threads of low priority give way to its own, not to other tests
     with open(output, "a") as file:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()

@@ -226,7 +226,11 @@ class RealGateway:
         else:
             with open(self.output, "w") as file:
                 self.process = subprocess.Popen(
-                    self.command(), stdout=file, stderr=subprocess.STDOUT, env=self._environment
+                    self.command(),
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    env=self._environment,
+                    start_new_session=True,  # its threads of low priority give way to its own, not to other tests
                 )
         return self
 
