@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from array import array
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,9 @@ from baton.engines.backend import Operation
 from baton.engines.fake.engine import FakeEngine
 from baton.engines.transfers import TransferRequest
 from baton.errors import HandoffNotFound
-from baton.library.handoff import Handoff, key_of
+from baton.library.handoff import Handoff, HandoffState, key_of, new_id
 from baton.library.here.records import Edit
-from baton.library.index import SUPERSEDED_FOR_S
+from baton.library.index import SHARED_FOR_S, SUPERSEDED_FOR_S, HandoffIndex
 from baton.library.library import Library
 from baton.library.tiers import Here
 from baton.relay.automatic import SEEN, TRIED, AutomaticHandoffs, SaveRule
@@ -128,6 +130,33 @@ async def test_only_the_last_context_of_a_conversation_is_kept(house: House) -> 
     await asyncio.gather(*gateway.handoffs.background.running)
     assert len(list((house.folder / "store").rglob("*.kv"))) == 1
     assert await gateway.finds(tokens(100)) == 100, "of the last one, whose prefix it is"
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_a_context_is_found_until_one_that_continues_it_is_on_this_machine(*, here: bool) -> None:
+    now = 0.0
+    short, long = (
+        Handoff(
+            id=new_id(automatic=True), tenant="local", model="a", weights="w", created_at=0, ttl_s=3600,
+            expires_at=3600, tokens=array("i", tokens(count)), bytes=1, state=HandoffState.READY, automatic=True,
+        )
+        for count in (200, 300)
+    )  # fmt: skip
+    index = HandoffIndex(lambda: now, is_elsewhere=lambda record: record is long and not here)
+    for record in (short, long):
+        index.add(record, 3600)
+        index.publish(record)
+
+    def found(usable: Callable[[Handoff], bool]) -> Handoff | None:
+        match = index.prefixes.find("local", "w", tokens(400), usable)
+        return match.record if match is not None else None
+
+    assert found(lambda _: True) is long
+    assert found(lambda record: record is not long) is (None if here else short)
+    now = SUPERSEDED_FOR_S + 1
+    assert index.expired() == [], "another machine may have no more of it"
+    now = SHARED_FOR_S + 1
+    assert index.expired() == [short]
 
 
 async def test_a_handoff_that_a_client_named_is_found_and_never_dropped(house: House) -> None:

@@ -15,6 +15,8 @@ FORGOTTEN_IDS = 10_000
 
 SUPERSEDED_FOR_S = 30.0
 """An automatic handoff lives so long after one that continues it was saved."""
+SHARED_FOR_S = 600.0
+"""The same where gateways share a store: another may have no more of the context than this."""
 INDEX_BYTES = 12
 """Bytes that a token of a context takes in the index of prefixes, about."""
 
@@ -25,14 +27,22 @@ class HandoffIndex:
     Args:
         clock: monotonic seconds.
         automatic: whether requests look for contexts by their prefixes.
+        is_elsewhere: returns whether a record's KV is on other machines alone; None: there are none.
 
     Attributes:
         prefixes: the contexts whose KV is stored, by the prefixes that prompts may share with them.
     """
 
-    def __init__(self, clock: Callable[[], float], *, automatic: bool = True) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        *,
+        automatic: bool = True,
+        is_elsewhere: Callable[[Handoff], bool] | None = None,
+    ) -> None:
         self.prefixes = PrefixIndex()
         self._automatic = automatic
+        self._is_elsewhere = is_elsewhere
         self._clock = clock
         self._records: dict[str, Handoff] = {}
         self._deadlines: dict[str, float] = {}
@@ -79,14 +89,18 @@ class HandoffIndex:
         self.prefixes.add(record)
         for each in self.prefixes.continued_by(record):
             if _supersedes(record, each):
-                self._supersede(each)
-        if any(_supersedes(each, record) for each in self.prefixes.continuing(record)):
-            self._supersede(record)
+                self._supersede(each, [record])
+        if longer := [each for each in self.prefixes.continuing(record) if _supersedes(each, record)]:
+            self._supersede(record, longer)
 
-    def _supersede(self, record: Handoff) -> None:
-        """Expire an automatic record soon that another one continues; a request may be about to load it."""
-        self.prefixes.remove(record)
-        self.expire_in(record, SUPERSEDED_FOR_S)
+    def _supersede(self, record: Handoff, longer: Sequence[Handoff]) -> None:
+        """Expire an automatic record soon that others continue; a request may be about to load it.
+
+        It is found until then if all of these are elsewhere: this machine has no more of the context.
+        """
+        if self._is_elsewhere is None or not all(map(self._is_elsewhere, longer)):
+            self.prefixes.remove(record)
+        self.expire_in(record, SUPERSEDED_FOR_S if self._is_elsewhere is None else SHARED_FOR_S)
 
     def beginning_like(self, record: Handoff) -> list[Handoff]:
         """Return the other records of a tenant and of the same weights whose contexts begin like one."""

@@ -67,7 +67,8 @@ class Library:
         metrics.store_budget.set(int(settings.budget))
         self.background = BackgroundWork()
         self._settings = settings
-        self.index = HandoffIndex(clock, automatic=automatic)
+        is_elsewhere = None if tier.here.pool is None else lambda record: not tier.here.is_here(record)
+        self.index = HandoffIndex(clock, automatic=automatic, is_elsewhere=is_elsewhere)
         self._tier = tier
         self._pool = tier.here.pool
         self._threads = threads or HandoffThreads()
