@@ -18,7 +18,7 @@ PROMPT = "The quick brown fox jumps over the lazy dog, and then it goes on to"
 
 @dataclass
 class Seen:
-    """What the clients of one round saw; seconds."""
+    """Times and counts of one round, as its clients saw them; seconds."""
 
     wall: float = 0.0
     requests: int = 0

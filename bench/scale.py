@@ -259,7 +259,7 @@ async def front_part(rounds: int, clients: int, requests: int) -> None:
                 if turn:
                     rows[name]["whole"].append(whole["requests/s"])
                     rows[name]["one"].append(1000 / one["requests/s"])
-                    rows[name]["streamed"].append(streamed["tokens/s"])
+                    rows[name]["streamed"].append(streamed["events/s"])
     found = {name: medians(values) for name, values in rows.items()}
     table(
         ["before the engine", "one client: ms a request", f"{clients} clients: requests/s", "events/s"],

@@ -717,9 +717,8 @@ def _input(arguments: str, *, cut: bool) -> Json:
         return {INVALID: arguments}
     try:
         json.dumps(found, allow_nan=False)  # 1e999 is read as infinite
-        to_json(
-            {"content": [{"input": found}]}
-        )  # half a surrogate pair, and what is nested too deeply, are not written
+        # What is nested too deeply in the answer is not written, nor half a surrogate pair.
+        to_json({"content": [{"input": found}]})
     except (ValueError, RecursionError):
         return {INVALID: arguments}
     return found
