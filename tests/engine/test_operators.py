@@ -233,6 +233,7 @@ def test_what_a_model_knew_before_it_was_unloaded_costs_no_prefill_after_it(gate
         ]
         figures = [(computed(old), computed(new["usage"])) for old, new in zip(before, answers, strict=True)]
         print(f"A28: (tokens of a prompt, of these computed), first and second turn: {figures}")
+        print([(each.get("handoff"), each.get("prompt_cache_diagnostics")) for each in answers])
         for (tokens, first), (longer, second) in figures:
             assert first == tokens, "the first turn has nothing to begin with"
             assert second <= longer - tokens - 24 + 16 + 1, figures

@@ -184,6 +184,14 @@ def test_while_it_computes_it_loads_a_little_now_and_then() -> None:
     assert limits == [0, TOKENS // 20, 0, TOKENS // 20]
 
 
+@pytest.mark.parametrize("seconds", [(0.01, 5.0), (5.0, 0.01), (0.01, 5.0, 0.02)])
+def test_one_load_that_had_to_wait_for_a_processor_decides_nothing(seconds: tuple[float, ...]) -> None:
+    engine, planner = engine_that_prefills(1500), LoadCost()
+    for each in seconds:
+        engine.throughput.loaded(SIZE, each)
+    assert planner.decide(engine, record()).choice is Choice.LOAD
+
+
 def test_a_step_may_take_as_long_as_its_latent_steps() -> None:
     """All of a prompt's latent steps may be within one step of it, and it does not hang meanwhile."""
     throughput = Throughput()
