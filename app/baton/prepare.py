@@ -23,7 +23,7 @@ from baton.config.vllm_environment import (
 from baton.engines.elsewhere.engine import build_remote_engines
 from baton.engines.engine import Engine
 from baton.engines.fleet import Fleet
-from baton.engines.process.fork_server import ForkServer
+from baton.engines.process.fork_server import ForkServer, importing
 from baton.engines.process.orphan_reaper import MARK, OrphanReaper
 from baton.engines.vllm_version import check_vllm, is_cpu_build
 from baton.errors import SettingsError, StartError
@@ -121,10 +121,8 @@ def prepare_fleet(
         _check_chat_template(engine)
     check_vllm()
     progress.phase("vllm", "importing")
-    from baton.engines.vllm.build_fleet import (
-        build_fleet,
-    )  # imports vLLM for seconds, and needs the environment set above
-
+    with importing():  # for seconds, and with the environment set above
+        from baton.engines.vllm.build_fleet import build_fleet
     progress.done("vllm", "imported")
     if server is not None and not server.usable():
         log.warning("engines_are_spawned", reason=server.unusable)

@@ -112,18 +112,24 @@ def test_an_engine_core_that_is_killed(gateway: RealGateway, spared: int) -> Non
     assert_lost_and_back(gateway, "A1", lambda: killed_at_once(core))
 
 
-@pytest.mark.fault("A2")
-def test_a_worker_that_is_killed(tmp_path: Path) -> None:
-    """Engines that are spawned have one; forked ones of one rank run the model in their core."""
-    own = {
-        "BATON_HANDOFFS__STORE": f"file:{tmp_path / 'handoffs'}",
-        "BATON_SUPERVISION__FORK_SERVER": "false",
-    }
-    with RealGateway(["--config", str(CONFIG)], tmp_path, own) as gateway:
+@contextmanager
+def started(folder: Path, forked: str, *words: str) -> Iterator[RealGateway]:
+    """The two engines, forked or spawned, with a store of their own."""
+    own = {"BATON_HANDOFFS__STORE": f"file:{folder / 'handoffs'}", "BATON_SUPERVISION__FORK_SERVER": forked}
+    with RealGateway(["--config", str(CONFIG), *words], folder, own) as gateway:
         gateway.wait_until_ready()
+        yield gateway
+
+
+@pytest.mark.fault("A2")
+@pytest.mark.fault("A8")
+def test_a_worker_that_is_killed_and_then_the_gateway(tmp_path: Path) -> None:
+    """Engines that are spawned have a worker; forked ones of one rank run the model in their core."""
+    with started(tmp_path, "false") as gateway:
         core = cores(gateway.process.pid)[0]
         worker = next(child for child in core.children(recursive=True) if "Worker" in child.name())
         assert_lost_and_back(gateway, "A2", lambda: killed_at_once(worker))
+        assert_leaves_no_engine_and_starts_again(gateway, tmp_path, "false")
 
 
 @pytest.mark.fault("A12")
@@ -225,34 +231,32 @@ def test_an_engine_that_hangs_is_found_and_replaced(gateway: RealGateway, spared
 
 
 @pytest.mark.fault("A8")
-@pytest.mark.parametrize("forked", ["true", "false"])
-def test_a_gateway_that_is_killed_leaves_no_engine_and_starts_again(tmp_path: Path, forked: str) -> None:
-    store = {
-        "BATON_HANDOFFS__STORE": f"file:{tmp_path / 'handoffs'}",
-        "BATON_SUPERVISION__FORK_SERVER": forked,
-    }
-    with RealGateway(["--config", str(CONFIG)], tmp_path, store) as gateway:
-        gateway.wait_until_ready()
-        port = gateway.url.rsplit(":", 1)[1]
-        running, segments = family(gateway.process.pid), shared_memory(gateway.process.pid)
-        with streaming(gateway.url, {"first": 2}):
-            gateway.process.kill()
-            gateway.process.wait(10)
-            killed = time.monotonic()
-            _gone, left = psutil.wait_procs(running, timeout=20)
-            ended = time.monotonic() - killed
+def test_a_gateway_that_is_killed_leaves_no_engine_and_starts_again(tmp_path: Path) -> None:
+    with started(tmp_path, "true") as gateway:
+        assert_leaves_no_engine_and_starts_again(gateway, tmp_path, "true")
+
+
+def assert_leaves_no_engine_and_starts_again(gateway: RealGateway, folder: Path, forked: str) -> None:
+    """Kill a gateway, and start another like it on its port."""
+    port = gateway.url.rsplit(":", 1)[1]
+    running, segments = family(gateway.process.pid), shared_memory(gateway.process.pid)
+    with streaming(gateway.url, {"first": 2}):
+        gateway.process.kill()
+        gateway.process.wait(10)
+        killed = time.monotonic()
+        _gone, left = psutil.wait_procs(running, timeout=20)
+        ended = time.monotonic() - killed
     assert left == []
     assert bool(segments) == (forked == "false"), "engines with a worker share memory with it"
     wait_for(lambda: not any(segment.exists() for segment in segments), 20)
     began = time.monotonic()
-    with RealGateway(["--config", str(CONFIG), "--port", port], tmp_path, store) as gateway:
-        gateway.wait_until_ready()
+    with started(folder, forked, "--port", port) as again:
         print(
             f"A8: {len(running)} processes, the last one ended {ended:.1f} s after the gateway; 0 of "
             f"{len(segments)} files of shared memory left; ready again on the same port after "
             f"{time.monotonic() - began:.1f} s"
         )
-        assert says_something(gateway, "first")
+        assert says_something(again, "first")
 
 
 @pytest.mark.fault("A10")

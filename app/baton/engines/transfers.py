@@ -7,7 +7,7 @@ import re
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from statistics import median_low
+from statistics import median, median_low
 from typing import Protocol
 from weakref import WeakValueDictionary
 
@@ -152,7 +152,7 @@ class TransferChooser(Protocol):
 class Throughput:
     """Medians of the last few measurements: one outlier changes nothing, a lasting change shows soon.
 
-    Of two it is the smaller one: outliers are slow, as where a processor was busy elsewhere.
+    Of two loads it is the faster one: outliers are slow, as where a processor was busy elsewhere.
 
     Attributes:
         loads: number of loads measured so far.
@@ -204,11 +204,11 @@ class Throughput:
         latent = self.latent_s(steps) if steps else 0.0
         if latent is None or not self._prefills:
             return None
-        return median_low(self._prefills) * (tokens - steps) + latent
+        return median(self._prefills) * (tokens - steps) + latent
 
     def latent_s(self, steps: int) -> float | None:
         """Estimate the seconds that `steps` latent steps take; None: not known yet."""
-        return median_low(self._latent) * steps if self._latent else None
+        return median(self._latent) * steps if self._latent else None
 
     def load_s(self, size: int) -> float | None:
         """Estimate the seconds to load `size` bytes of KV; None: not known yet."""

@@ -11,6 +11,8 @@ from baton.library.handoff import Handoff
 
 IMAGE_S = 0.05
 """Encoding an image is assumed to take so many seconds; engines do not report how long it takes."""
+LEAST_LOADS = 2
+"""KV is loaded until so many loads were measured: an engine's first one is slower than those that follow."""
 MEASURE_EVERY = 2
 """Every so many recomputed requests, one loads a little, so that the loading rate stays measured."""
 MEASURE_BYTES = 1024 * 1024
@@ -102,7 +104,7 @@ class LoadCost:
             return Decision(Choice.LOAD, None, load_s, prefill_s)
         if fetch_s is not None and fetch_s + load_s > prefill_s:
             return Decision(Choice.RECOMPUTE, 0, load_s, prefill_s, fetch_s)
-        if load_s <= prefill_s:
+        if load_s <= prefill_s or engine.throughput.loads < LEAST_LOADS:
             self._recomputed[engine.name] = 0
             return Decision(Choice.LOAD, None, load_s, prefill_s)
         self._recomputed[engine.name] += 1
