@@ -48,7 +48,7 @@ def test_a_text_is_computed_once_and_loaded_from_then_on(gateway: RealGateway) -
 
 
 def test_a_chat_is_what_the_other_model_is_given_directly(gateway: RealGateway) -> None:
-    asked = {"role": "user", "content": "What is the capital of France?"}
+    asked = {"role": "user", "content": "Name the capital of France."}
     answer = chat(gateway, "writer", [asked], save=True)
     more = {"role": "user", "content": "And of Spain?"}
     translated = chat(gateway, "look", [more], **{"from": answer["handoff"]["id"], "translate": True})
