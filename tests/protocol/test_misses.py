@@ -132,6 +132,7 @@ def test_what_is_stored_and_not_used_says_exactly_why(
     with monkeypatch.context() as patched:
         patched.setattr(throughput, "load_s", lambda _size: 9.0)
         patched.setattr(throughput, "prefill_s", lambda _tokens, _steps=0: 1.0)
+        patched.setattr(throughput, "loads", 2)  # fewer decide nothing
         assert reason(gateway) == {"type": "cache_miss", "reason": "slower_to_load"} | longest
     with monkeypatch.context() as patched:
         patched.setattr(library, "is_here", lambda _record: False)

@@ -80,7 +80,7 @@ def relay_there_and_back(here: Served, there: Served) -> openai.types.Completion
     relayed = there.ask(" In the end", handoff={"from": saved["id"], "save": True})
     prompt, said = ids(relayed)
     source = told(relayed)["source"]
-    assert (source["outcome"], source["loaded_tokens"]) == ("loaded", saved["tokens"] - 1)
+    assert (source["outcome"], source["loaded_tokens"]) == ("loaded", saved["tokens"] - 1), source
     assert cached(relayed) == saved["tokens"] - 1
     plain = here.ask(prompt)
     assert (said, cached(plain)) == (ids(plain)[1], 0)
