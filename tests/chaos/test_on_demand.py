@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.chaos, pytest.mark.alone, pytest.mark.timeout(900)]
 CONFIG = Path(__file__).parent / "on_demand.toml"
 MODELS = ("a", "b", "liar")
 BUDGET = 3500 * 2**20
-REQUESTS, CLIENTS = 200, 16
+REQUESTS, CLIENTS = 200, 6
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from baton.library.handoff import Handoff
 IMAGE_S = 0.05
 """Encoding an image is assumed to take so many seconds; engines do not report how long it takes."""
 LEAST_LOADS = 2
-"""KV is loaded until so many loads were measured: an engine's first one is slower than those that follow."""
+"""KV is loaded until so many loads were measured: a single one may have waited for a busy processor."""
 MEASURE_EVERY = 2
 """Every so many recomputed requests, one loads a little, so that the loading rate stays measured."""
 MEASURE_BYTES = 1024 * 1024

@@ -42,9 +42,9 @@ MOST_DESCRIPTORS = 250
 LENGTH = struct.Struct("!I")
 NUMBER = struct.Struct("!q")
 KILLED = -signal.SIGKILL
+"""Exit code of a process that left none: it was killed."""
 IMPORTED_OBJECTS = 50_000
 """So many new objects begin a collection while modules are imported, not 700: it takes a tenth less time."""
-"""Exit code of a process that left none: it was killed."""
 LINGERS_S = 10.0
 """Seconds that the server outlives its gateway: below it the orphan reaper finds what it forked last."""
 REST_S = 5.0
