@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import threading
@@ -40,7 +41,7 @@ NOT_NAMED = (
 )
 """What a chat that names neither schemas, images nor handoffs has no use for."""
 TRIES = 4
-"""What runs in the background does not run in each of so many tries."""
+"""A request may run more than it needs, by chance: counted is what runs in each of so many tries."""
 SCENE = ROOT / "plugins/baton_geo/flood/scene.tif"
 
 
@@ -79,23 +80,34 @@ def map_engine(spool: Path, config: dict[str, Any] | None = None, **given: Any) 
 
 
 class Ways:
-    """Records which files of the product execute a function while a request is answered."""
+    """Records which files of the product execute a function while a request is answered.
+
+    What tasks do that were there before the request is the background's, however slowly it is answered.
+    """
 
     def __init__(self) -> None:
         self._seen: set[tuple[str, str]] = set()
+        self._background: set[asyncio.Task[Any]] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._recording = False
 
     def profile(self, frame: Any, event: str, _arg: object) -> None:
-        if event == "call" and self._recording:
-            code = frame.f_code
-            if code.co_name != "<module>" and code.co_filename.startswith(PRODUCT):
-                self._seen.add((code.co_filename, code.co_qualname))
+        if event != "call":
+            return
+        code = frame.f_code
+        if code.co_name == "<module>" or not code.co_filename.startswith(PRODUCT):
+            return
+        loop = asyncio._get_running_loop()
+        self._loop = loop or self._loop
+        if self._recording and (loop is None or asyncio.current_task(loop) not in self._background):
+            self._seen.add((code.co_filename, code.co_qualname))
 
     def files(self, ask: Callable[[], object]) -> set[str]:
         """The files, from `app/baton` on where they are of it, that every one of several requests executes."""
         every: set[tuple[str, str]] | None = None
         for _ in range(TRIES):
-            self._seen = set()
+            assert self._loop is not None
+            self._seen, self._background = set(), asyncio.all_tasks(self._loop)
             self._recording = True
             ask()
             self._recording = False
