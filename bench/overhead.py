@@ -55,13 +55,17 @@ def alternate(
     }
 
 
-def table(medians: dict[str, dict[str, float]]) -> list[str]:
-    """Rows of a Markdown table."""
-    (_, ours), (_, theirs) = medians.items()
-    rows = [f"| figure | {' | '.join(medians)} | ratio |", "|---|---|---|---|"]
-    for figure, value in ours.items():
-        other = theirs[figure]
-        rows.append(f"| {figure} | {value:.2f} | {other:.2f} | {value / other:.3f} |")
+def table(found: dict[int, dict[str, dict[str, float]]]) -> list[str]:
+    """Rows of a Markdown table, a column for each number of clients: Baton / plain vLLM = ratio."""
+    heads = [f"{count} client{'s' if count > 1 else ''}" for count in found]
+    rows = [f"| Baton / plain vLLM | {' | '.join(heads)} |", f"|{'---|' * (len(heads) + 1)}"]
+    pairs = [tuple(medians.values()) for medians in found.values()]
+    for figure in pairs[0][0]:
+        cells = [
+            f"{ours[figure]:.2f} / {theirs[figure]:.2f} = {ours[figure] / theirs[figure]:.2f}"
+            for ours, theirs in pairs
+        ]
+        rows.append(f"| {figure} | {' | '.join(cells)} |")
     return rows
 
 
@@ -114,32 +118,39 @@ def added_over_direct(servers: list[Server], model: Path, rounds: int) -> list[s
 
 def compare(
     title: str, model: Path, clients: list[int], *, rounds: int, tokens: int, part: str, spins: str | None
-) -> list[str]:
-    """Everything that is compared on one model."""
-    lines = [f"\n### {title}"]
+) -> None:
+    """Compare everything on one model, and print each table once it is known."""
+    told(f"\n### {title}")
     with (
         tempfile.TemporaryDirectory() as folder,
         baton(model, Path(folder)) as ours,
         plain_vllm(model, spins=spins) as theirs,
     ):
         servers = [ours, theirs]
-        for count in clients if part != "one-token" else ():
-            load = {"clients": count, "requests": max(16, count * 4), "tokens": tokens}
-            for kind, round_ in (("streaming", stream_round), ("in one piece", whole_round)):
-                label = f"{kind}, {count} client{'s' if count > 1 else ''}"
-                lines += [f"\n{label}:\n", *table(alternate(servers, round_, rounds, label, **load))]
-        lines += ["", *added_over_direct(servers, model, rounds)]
-        lines += ["\n| of the server process | baton | plain vLLM | ratio |", "|---|---|---|---|"]
+        for kind, round_ in (("streaming", stream_round), ("in one piece", whole_round)):
+            if part == "one-token":
+                break
+            found = {}
+            for count in clients:
+                load = {"clients": count, "requests": max(16, count * 4), "tokens": tokens}
+                found[count] = alternate(servers, round_, rounds, f"{kind}, {count} clients", **load)
+            told(f"\n{kind}:\n", *table(found))
+        told("", *added_over_direct(servers, model, rounds))
+        told("\n| of the server process | baton | plain vLLM | ratio |", "|---|---|---|---|")
         for what, values in (
             ("memory, MiB", [server.memory_mib for server in servers]),
             ("start until healthy, s", [server.start_seconds for server in servers]),
         ):
-            lines.append(f"| {what} | {values[0]:.1f} | {values[1]:.1f} | {values[0] / values[1]:.3f} |")
-    return lines
+            told(f"| {what} | {values[0]:.1f} | {values[1]:.1f} | {values[0] / values[1]:.3f} |")
+
+
+def told(*lines: str) -> None:
+    """Print lines, without a wait for the next ones where the output is a file."""
+    print(*lines, sep="\n", flush=True)
 
 
 def main() -> None:
-    """Compare, and print Markdown for RESULTS.md."""
+    """Compare, and print Markdown for `docs/results/overhead.md`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32])
@@ -149,17 +160,14 @@ def main() -> None:
     options = parser.parse_args()
     smollm2 = Path(ModelStore(load_settings().models_folder).resolve("smollm2"))
     ways = {"rounds": options.rounds, "part": options.part, "spins": SPINS if options.spin else None}
-    lines = [
-        f"## overhead: {datetime.date.today()}, {machine()}, `make bench ARGS='{' '.join(sys.argv[1:])}'`"
-    ]
+    told(f"## overhead: {datetime.date.today()}, {machine()}, `make bench ARGS='{' '.join(sys.argv[1:])}'`")
     if options.only != "smollm2":
         with tempfile.TemporaryDirectory() as folder:
             tiny = tiny_model(smollm2, Path(folder))
             title = "Random two-layer model: the front end is what is measured"
-            lines += compare(title, tiny, options.clients, tokens=32, **ways)
+            compare(title, tiny, options.clients, tokens=32, **ways)
     if options.only != "tiny":
-        lines += compare("SmolLM2-135M", smollm2, options.clients, tokens=16, **ways)
-    print("\n".join(lines))
+        compare("SmolLM2-135M", smollm2, options.clients, tokens=16, **ways)
 
 
 if __name__ == "__main__":

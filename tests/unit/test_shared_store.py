@@ -32,7 +32,7 @@ from baton.errors import (
 from baton.images.image import PlacedImage
 from baton.library import holdings as background
 from baton.library import library as service
-from baton.library.fetches import MEASURE_EVERY
+from baton.library.fetches import MEASURE_EVERY, RATES_KEPT
 from baton.library.handoff import Handoff, HandoffState, new_id
 from baton.library.library import Library
 from baton.library.tiers import Here
@@ -340,7 +340,7 @@ async def test_kv_of_another_machine_is_fetched_before_it_is_brought_into_memory
     left = await one.leave(blocks=600)
     bringing, engine = warming(two)
     found = await two.handoffs.get(left.id, "local")
-    two.handoffs.fetches._rates[two.handoffs.holdings.tier.source_of(found)] = 1.0
+    two.handoffs.fetches._rates[two.handoffs.holdings.tier.source_of(found)].extend([1.0] * RATES_KEPT)
     engine.throughput.prefilled(1000, 0.001)
     assert not await two.handoffs.fetches.fetch_here(found, engine), "a request computes"
     told = await bringing.handoff(left.id, "local", lambda _engine: True)
@@ -494,7 +494,7 @@ async def test_a_slow_store_is_left_for_computing_and_taken_up_again_once_it_is_
         two = machine(tmp_path / "two", slow, shared_timeout_s=5)
         engine = FakeEngine("a", supports_handoffs=True)
         engine.throughput.prefilled(1000, 0.1)
-        left = [await one.leave(blocks=600) for _ in range(2 * MEASURE_EVERY + 2)]
+        left = [await one.leave(blocks=600) for _ in range(2 * MEASURE_EVERY + 1 + RATES_KEPT)]
 
         async def brought(record: Handoff) -> bool:
             found = await two.handoffs.get(record.id, "local")
@@ -503,8 +503,8 @@ async def test_a_slow_store_is_left_for_computing_and_taken_up_again_once_it_is_
             return two.handoffs.is_here(found)
 
         proxy.delay_s = 0.1
-        first, *others = left
-        assert await brought(first)  # and its rate is measured
+        others = left[RATES_KEPT:]
+        assert all([await brought(each) for each in left[:RATES_KEPT]])  # and the rate is measured
         assert not any([await brought(each) for each in others[: MEASURE_EVERY - 1]])
         proxy.delay_s = 0.0
         await brought(others[MEASURE_EVERY - 1])  # beside it, KV is fetched, and measured

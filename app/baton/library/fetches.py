@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict, deque
 
 import structlog
 
@@ -16,8 +16,8 @@ from baton.library.holdings import Holdings
 from baton.telemetry.metrics import HandoffMetrics
 from baton_kv.stores.base import StoreError
 
-NEWEST_SHARE = 0.3
-"""Weight of the newest fetch in the estimate of the rate."""
+RATES_KEPT = 2
+"""The faster of so many fetches counts, once there were as many: one may have waited for a busy processor."""
 MAX_SKIPPED = 1000
 SMALL_BYTES = 1024 * 1024
 """Fetches of fewer bytes say nothing about the rate."""
@@ -34,7 +34,7 @@ class Fetches:
         self._metrics = metrics
         self._within_s = within_s
         self.running: dict[str, asyncio.Future[bool]] = {}
-        self._rates: dict[str, float] = {}
+        self._rates: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=RATES_KEPT))
         self._slower = 0
         self._skipped: OrderedDict[str, float] = OrderedDict()
         self._log = structlog.get_logger("baton.handoffs")
@@ -49,7 +49,7 @@ class Fetches:
         source = await self._holdings.run(record.tenant, self._far_source, record)
         if source is None:
             return True
-        seconds = None if ahead else self._seconds_if_slower(record, engine, self._rates.get(source))
+        seconds = None if ahead else self._seconds_if_slower(record, engine, self._rate(source))
         if seconds is None:
             fetch = self._begin(record, source)
             done, _ = await asyncio.wait({fetch}, timeout=self._within_s)
@@ -59,6 +59,11 @@ class Fetches:
         if self._slower % MEASURE_EVERY == 0:
             self._begin(record, source)
         return False
+
+    def _rate(self, source: str) -> float | None:
+        """Return the bytes a second of fetches from there; None: too few were measured."""
+        rates = self._rates[source]
+        return max(rates) if len(rates) == RATES_KEPT else None
 
     def _far_source(self, record: Handoff) -> str | None:
         """Return where a handoff's KV would be fetched from; None: it is here."""
@@ -111,15 +116,12 @@ class Fetches:
             return False
         self._metrics.fetches.labels("fetched" if size else "missing").inc()
         if size >= SMALL_BYTES:
-            rate = size / max(1e-6, time.monotonic() - began)
-            before = self._rates.get(source, rate)
-            self._rates[source] = before + NEWEST_SHARE * (rate - before)
+            self._rates[source].append(size / max(1e-6, time.monotonic() - began))
         return here
 
     def _fetched(self, record: Handoff) -> tuple[int, bool]:
         return self._tier.fetch(record, self._within_s), self._holdings.here.is_here(record)
 
     def _note_cut_off(self, source: str, got: int, seconds: float) -> None:
-        """Note the rate of a fetch that was cut off, in full: the next one would wait as long."""
-        rate = max(got, SMALL_BYTES) / max(1e-6, seconds)
-        self._rates[source] = min(rate, self._rates.get(source, rate))
+        """Note the rate of a fetch that was cut off, alone: the next one would wait as long."""
+        self._rates[source].extend([max(got, SMALL_BYTES) / max(1e-6, seconds)] * RATES_KEPT)
