@@ -3,6 +3,8 @@
 The equivalence row of each family: 40 lengths by 5 cases. Where vLLM's CPU backend computes in float32, the tokens are those
 of a computation of the whole prompt. Gated delta nets it computes in bfloat16 alone, where chunks of another length
 round otherwise: there the tokens, and the log probabilities to the last bit, are those that the engine says which goes on.
+Beside others they may differ by a rounding, since a batch of another size rounds otherwise too, in plain vLLM as well (on a
+processor with AMX).
 """
 
 from __future__ import annotations
@@ -44,6 +46,8 @@ LENGTHS = (
     400,
 )
 AT_ONCE = 8
+ROUNDING = 0.07
+"""A bit more than the step between two logits in bfloat16, of those between 8 and 16."""
 BLOCK = 96
 """Tokens in a block of the tiny model with gated delta nets, whose state is as large as the KV of so many."""
 
@@ -122,10 +126,17 @@ def check(kind: Kind, engine: OfflineEngine, contexts: list[Context], at_once: i
                 engine.forget_prefixes()
                 (plain,) = engine.ask(([*context.tokens, *OWN], THEN, None))
                 same(answer, plain)
+            elif at_once == 1:
+                assert answer == answer | context.goes_on, len(context.tokens)
             else:
-                assert answer["tokens"] == context.goes_on["tokens"], len(context.tokens)
-                if at_once == 1:
-                    assert answer["logprobs"] == context.goes_on["logprobs"]
+                near(answer, context.goes_on)
+
+
+def near(answer: Answer, alone: Answer) -> None:
+    """Ensure that the first token that differs, if any does, is as likely as the other one but for a rounding."""
+    pairs = zip(answer["tokens"], alone["tokens"], strict=True)
+    alike = next((index for index, (one, other) in enumerate(pairs) if one != other), THEN) + 1
+    assert answer["logprobs"][:alike] == pytest.approx(alone["logprobs"][:alike], abs=ROUNDING)
 
 
 @pytest.fixture(params=KINDS, ids=[kind.name for kind in KINDS])
