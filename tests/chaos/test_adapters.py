@@ -26,7 +26,7 @@ def test_a_thousand_mixed_requests_are_each_answered_as_alone(tmp_path: Path) ->
     for seed, name in enumerate(("a", "b", "another-b")):
         write_adapter(tmp_path / name, seed)
     settings = write_settings(tmp_path, caching=True)
-    with RealGateway(["--config", str(settings)], tmp_path) as gateway:
+    with RealGateway(["--config", str(settings)], tmp_path, forked=True) as gateway:
         gateway.wait_until_ready()
         load_b(gateway, tmp_path, "b")
         mixed = MixedRequests(gateway, ["base", "a", "b"], seed=2)

@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def gateway(folder: Path) -> Iterator[RealGateway]:
     (folder / "baton.toml").write_text(CONFIG.read_text().format(folder=folder))
     keys = {tenant: create_key(folder / "keys.json", tenant) for tenant in ("acme", "globex")}
-    with RealGateway(["--config", str(folder / "baton.toml")], folder) as running:
+    with RealGateway(["--config", str(folder / "baton.toml")], folder, forked=True) as running:
         running.keys = keys
         running.wait_until_ready()
         yield running

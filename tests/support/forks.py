@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import resource_tracker
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from multiprocessing.forkserver import ensure_running
@@ -21,7 +21,7 @@ import setproctitle
 
 from baton.prepare import FORKED_MODULES
 
-GATEWAY_MODULES = ("baton.cli", "baton.serve", "baton.engines.vllm.build_fleet")
+GATEWAY_MODULES = ("baton.cli", "baton.serve", "baton.engines.vllm.build_fleet", "support.fake_serve")
 
 
 def forks() -> ForkServerContext:
@@ -38,7 +38,7 @@ def forks() -> ForkServerContext:
 
 
 class ForkedCommand:
-    """`baton` in a forked process, with what tests use of `subprocess.Popen`.
+    """A command in a forked process, `baton` unless another is named, with what tests use of `subprocess.Popen`.
 
     Its engines are forked from its own fork server, as always: only imports are spared, its own and this one's. Gateways that
     tests start without `forked` have all of it as users do.
@@ -47,11 +47,18 @@ class ForkedCommand:
         words: of its command line.
         output: where what it prints goes, to the end of the file.
         environment: all of its variables.
+        command: what is run; what it returns is the exit status.
     """
 
-    def __init__(self, words: list[str], output: Path, environment: dict[str, str]) -> None:
+    def __init__(
+        self,
+        words: list[str],
+        output: Path,
+        environment: dict[str, str],
+        command: Callable[[], int | None] | None = None,
+    ) -> None:
         self._process: ForkServerProcess = forks().Process(
-            target=_run, args=(words, str(output), environment)
+            target=_run, args=(words, str(output), environment, command or _baton)
         )
         self._process.start()
         assert self._process.pid is not None
@@ -78,7 +85,9 @@ class ForkedCommand:
         self._process.kill()
 
 
-def _run(words: list[str], output: str, environment: dict[str, str]) -> None:
+def _run(
+    words: list[str], output: str, environment: dict[str, str], command: Callable[[], int | None]
+) -> None:
     os.setsid()  # its threads of low priority give way to its own, not to other tests
     with open(output, "a") as file:
         for stream in (sys.stdout, sys.stderr):
@@ -90,6 +99,10 @@ def _run(words: list[str], output: str, environment: dict[str, str]) -> None:
     sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     resource_tracker._resource_tracker._fd = None  # type: ignore[attr-defined]  # it has one of its own, as any command
     sys.argv = words
+    sys.exit(command())
+
+
+def _baton() -> None:
     from baton.cli import main
     from baton.engines.process import fork_server
 

@@ -37,6 +37,7 @@ from baton.http.uvicorn_server import GatewayServer, certificate_of, url_of
 from baton.serve import listen_for_clients, listen_for_metrics
 from baton.server import create_app
 from baton.telemetry.memory import MemoryReader
+from support import fake_serve
 from support.forks import ForkedCommand
 
 READY_WITHIN_S = 240
@@ -279,36 +280,34 @@ class RealGateway:
 
 
 class FakeProcess:
-    """`fake_serve.py`: a gateway with fake engines in a process of its own, for what a signal does to one.
+    """`fake_serve.py`: a gateway with fake engines in a forked process, for what a signal does to one.
 
     Args:
-        folder: where its log goes.
+        folder: where it runs, and its log is.
         behaviour: of its engines, fields of `FakeBehaviour`.
         overrides: settings.
     """
 
     def __init__(self, folder: Path, behaviour: dict[str, Any] | None = None, **overrides: Any) -> None:
-        self._command = [sys.executable, str(Path(__file__).parent / "fake_serve.py")]
-        self._command += [json.dumps(overrides), json.dumps(behaviour or {})]
+        self._words = ["fake_serve.py", json.dumps(overrides), json.dumps(behaviour or {}), str(folder)]
+        self._url = folder / "url"
         self.output = folder / "fake.log"
 
     def __enter__(self) -> FakeProcess:
-        self._stream = open(self.output, "w")  # closed in __exit__
-        self.process = subprocess.Popen(
-            self._command, stdout=subprocess.PIPE, stderr=self._stream, text=True, cwd=self.output.parent
-        )
-        assert self.process.stdout is not None
-        self.url = self.process.stdout.readline().strip()
-        assert self.url, self.log
+        self.output.write_text("")
+        self._url.write_text("")
+        self.process = ForkedCommand(self._words, self.output, dict(os.environ), fake_serve.main)
+        deadline = time.monotonic() + READY_WITHIN_S
+        while not (url := self._url.read_text()):
+            assert self.process.poll() is None, self.log
+            assert time.monotonic() < deadline, self.log
+            time.sleep(0.01)
+        self.url = url
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
+        self.process.kill()
         self.process.wait(10)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-        self._stream.close()
 
     @property
     def log(self) -> str:
