@@ -55,10 +55,14 @@ def alternate(
     }
 
 
+def named(clients: int) -> str:
+    """A number of clients in words."""
+    return f"{clients} client{'s' if clients > 1 else ''}"
+
+
 def table(found: dict[int, dict[str, dict[str, float]]]) -> list[str]:
     """Rows of a Markdown table, a column for each number of clients: Baton / plain vLLM = ratio."""
-    heads = [f"{count} client{'s' if count > 1 else ''}" for count in found]
-    rows = [f"| Baton / plain vLLM | {' | '.join(heads)} |", f"|{'---|' * (len(heads) + 1)}"]
+    rows = [f"| Baton / plain vLLM | {' | '.join(map(named, found))} |", f"|{'---|' * (len(found) + 1)}"]
     pairs = [tuple(medians.values()) for medians in found.values()]
     for figure in pairs[0][0]:
         cells = [
@@ -70,7 +74,7 @@ def table(found: dict[int, dict[str, dict[str, float]]]) -> list[str]:
 
 
 def added_over_direct(servers: list[Server], model: Path, rounds: int) -> list[str]:
-    """What each server adds to a one-token completion over calling AsyncLLM in one's own process."""
+    """Table of one-token completions: each server's times beside those of a direct `AsyncLLM` call."""
     command = [sys.executable, str(Path(__file__).parent / "direct.py"), str(model), str(ONE_TOKEN_COUNT)]
     seen: dict[str, list[float]] = {"direct": []} | {server.name: [] for server in servers}
     cpu = dict.fromkeys(seen, 0.0)
@@ -133,7 +137,7 @@ def compare(
             found = {}
             for count in clients:
                 load = {"clients": count, "requests": max(16, count * 4), "tokens": tokens}
-                found[count] = alternate(servers, round_, rounds, f"{kind}, {count} clients", **load)
+                found[count] = alternate(servers, round_, rounds, f"{kind}, {named(count)}", **load)
             told(f"\n{kind}:\n", *table(found))
         told("", *added_over_direct(servers, model, rounds))
         told("\n| of the server process | baton | plain vLLM | ratio |", "|---|---|---|---|")

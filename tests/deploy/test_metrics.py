@@ -195,6 +195,7 @@ def test_a_panel_shows_something(scraped: Prometheus, question: Question) -> Non
 
 
 def shows(scraped: Prometheus, question: Question) -> bool:
+    """Whether a panel has figures now."""
     values = [float(row["value"][1]) for row in scraped.query(question.expression)]
     return any(not math.isnan(value) for value in values)
 

@@ -298,11 +298,12 @@ class FakeProcess:
         self._url.write_text("")
         self.process = ForkedCommand(self._words, self.output, dict(os.environ), fake_serve.main)
         deadline = time.monotonic() + READY_WITHIN_S
-        while not (url := self._url.read_text()):
-            assert self.process.poll() is None, self.log
-            assert time.monotonic() < deadline, self.log
+        while not self._url.read_text() and self.process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.01)
-        self.url = url
+        self.url = self._url.read_text()
+        if not self.url:
+            self.process.kill()
+            raise AssertionError(f"no gateway with fake engines:\n{self.log}")
         return self
 
     def __exit__(self, *_: object) -> None:
