@@ -8,6 +8,7 @@ import json
 import random
 import statistics
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
@@ -39,14 +40,13 @@ class Seen:
         for name, values in (("request", self.took), ("TTFT", self.first), ("inter-token", self.gaps)):
             if len(values) > 2:
                 found[f"{name} p50 ms"] = statistics.median(values) * 1000
-                found[f"{name} p99 ms"] = statistics.quantiles(values, n=100)[98] * 1000
+                found[f"{name} p99 ms"] = statistics.quantiles(values, n=100, method="inclusive")[98] * 1000
         return found
 
 
-async def stream_round(url: str, *, clients: int, requests: int, tokens: int) -> dict[str, float]:
-    """Streaming completions from `clients` clients at once, `requests` in all."""
-    seen = Seen(requests=requests)
-    numbers = iter(range(requests))
+async def stream_round(url: str, *, clients: int, requests: Iterable[int], tokens: int) -> Seen:
+    """Streaming completions from `clients` clients at once, one for each of `requests`."""
+    seen, numbers = Seen(), iter(requests)
     body = {"model": "bench", "max_tokens": tokens, "ignore_eos": True, "stream": True, "temperature": 0}
 
     async def client(session: aiohttp.ClientSession) -> None:
@@ -62,18 +62,18 @@ async def stream_round(url: str, *, clients: int, requests: int, tokens: int) ->
                     (seen.first if last == began else seen.gaps).append(now - last)
                     last = now
                     seen.events += 1
+            seen.requests += 1
 
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         began = time.perf_counter()
         await asyncio.gather(*(client(session) for _ in range(clients)))
         seen.wall = time.perf_counter() - began
-    return seen.figures()
+    return seen
 
 
-async def whole_round(url: str, *, clients: int, requests: int, tokens: int) -> dict[str, float]:
+async def whole_round(url: str, *, clients: int, requests: Iterable[int], tokens: int) -> Seen:
     """Completions in one piece."""
-    seen = Seen(requests=requests)
-    numbers = iter(range(requests))
+    seen, numbers = Seen(), iter(requests)
     body = {"model": "bench", "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
 
     async def client(session: aiohttp.ClientSession) -> None:
@@ -83,12 +83,13 @@ async def whole_round(url: str, *, clients: int, requests: int, tokens: int) -> 
                 answer.raise_for_status()
                 seen.tokens += (await answer.json())["usage"]["completion_tokens"]
             seen.took.append(time.perf_counter() - sent_at)
+            seen.requests += 1
 
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         began = time.perf_counter()
         await asyncio.gather(*(client(session) for _ in range(clients)))
         seen.wall = time.perf_counter() - began
-    return seen.figures()
+    return seen
 
 
 def one_token_ms(url: str, prompt_ids: list[int], count: int, pause_s: float) -> list[float]:

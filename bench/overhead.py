@@ -9,19 +9,21 @@ from __future__ import annotations
 import argparse
 import asyncio
 import datetime
+import itertools
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Coroutine
+import time
+from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from direct import PAUSE_S, PROMPT_IDS
-from load import one_token_ms, stream_round, whole_round
+from load import Seen, one_token_ms, stream_round, whole_round
 from rich.console import Console
 from rich.progress import track
 from servers import ENVIRONMENT, Server, baton, cpu_seconds, machine, plain_vllm, tiny_model
@@ -30,7 +32,11 @@ from baton.config.settings import load_settings
 from baton.config.vllm_environment import SPINS
 from baton.models.store import ModelStore
 
-Round = Callable[..., Coroutine[Any, Any, dict[str, float]]]
+Round = Callable[..., Coroutine[Any, Any, Seen]]
+ROUND_S = 4.0
+WARM_UP_S = 1.0
+LEAST_REQUESTS = 16
+"""A round goes on until so many were sent, however long they take."""
 ONE_TOKEN_COUNT = 40
 ONE_TOKEN_SLICES = 6
 """Short slices, many of them: an engine's own pace drifts by more than what is measured here."""
@@ -42,17 +48,25 @@ def alternate(
     """Medians by server and figure."""
     seen: dict[str, list[dict[str, float]]] = {server.name: [] for server in servers}
     for server in servers:
-        asyncio.run(round_(server.url, **(load | {"requests": load["clients"] * 2})))  # warm
+        asyncio.run(round_(server.url, requests=within(WARM_UP_S), **load))
     for number in track(range(rounds), label, console=Console(stderr=True)):
         for server in servers if number % 2 == 0 else servers[::-1]:
             began = server.cpu_seconds
-            figures = asyncio.run(round_(server.url, **load))
-            cpu_ms = (server.cpu_seconds - began) * 1000 / load["requests"]
-            seen[server.name].append(figures | {"server CPU ms/request": cpu_ms})
+            answered = asyncio.run(round_(server.url, requests=within(ROUND_S), **load))
+            cpu_ms = (server.cpu_seconds - began) * 1000 / answered.requests
+            seen[server.name].append(answered.figures() | {"server CPU ms/request": cpu_ms})
     return {
         name: {figure: statistics.median(one[figure] for one in found) for figure in found[0]}
         for name, found in seen.items()
     }
+
+
+def within(seconds: float) -> Iterable[int]:
+    """Numbers of requests, until `seconds` are over."""
+    ends = time.perf_counter() + seconds
+    return itertools.takewhile(
+        lambda sent: sent < LEAST_REQUESTS or time.perf_counter() < ends, itertools.count()
+    )
 
 
 def named(clients: int) -> str:
@@ -136,8 +150,8 @@ def compare(
                 break
             found = {}
             for count in clients:
-                load = {"clients": count, "requests": max(16, count * 4), "tokens": tokens}
-                found[count] = alternate(servers, round_, rounds, f"{kind}, {named(count)}", **load)
+                label = f"{kind}, {named(count)}"
+                found[count] = alternate(servers, round_, rounds, label, clients=count, tokens=tokens)
             told(f"\n{kind}:\n", *table(found))
         told("", *added_over_direct(servers, model, rounds))
         told("\n| of the server process | baton | plain vLLM | ratio |", "|---|---|---|---|")

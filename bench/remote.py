@@ -57,9 +57,10 @@ async def remote_part(rounds: int, clients: int, requests: int) -> None:
 
 async def figures(url: str, clients: int, requests: int) -> dict[str, float]:
     """Return the figures of short answers in one piece, and of streams."""
-    whole = await whole_round(url, clients=clients, requests=requests, tokens=1)
-    streamed = await stream_round(url, clients=clients, requests=max(8, requests // 8), tokens=TOKENS)
-    return {name: whole.get(name, streamed.get(name, 0.0)) for name, _ in FIGURES}
+    whole = await whole_round(url, clients=clients, requests=range(requests), tokens=1)
+    streamed = await stream_round(url, clients=clients, requests=range(max(8, requests // 8)), tokens=TOKENS)
+    found = streamed.figures() | whole.figures()
+    return {name: found.get(name, 0.0) for name, _ in FIGURES}
 
 
 def show(found: dict[str, dict[str, float]]) -> None:

@@ -253,13 +253,13 @@ async def front_part(rounds: int, clients: int, requests: int) -> None:
             urls["Ray Serve, two gateways"] = stack.enter_context(serve_before(short, 2))
         for turn in range(rounds + 1):
             for name, url in urls.items():
-                whole = await whole_round(url, clients=clients, requests=requests, tokens=1)
-                one = await whole_round(url, clients=1, requests=requests // 8, tokens=1)
-                streamed = await stream_round(url, clients=clients, requests=requests // 8, tokens=64)
+                whole = await whole_round(url, clients=clients, requests=range(requests), tokens=1)
+                one = await whole_round(url, clients=1, requests=range(requests // 8), tokens=1)
+                streamed = await stream_round(url, clients=clients, requests=range(requests // 8), tokens=64)
                 if turn:
-                    rows[name]["whole"].append(whole["requests/s"])
-                    rows[name]["one"].append(1000 / one["requests/s"])
-                    rows[name]["streamed"].append(streamed["events/s"])
+                    rows[name]["whole"].append(whole.figures()["requests/s"])
+                    rows[name]["one"].append(1000 / one.figures()["requests/s"])
+                    rows[name]["streamed"].append(streamed.figures()["events/s"])
     found = {name: medians(values) for name, values in rows.items()}
     table(
         ["before the engine", "one client: ms a request", f"{clients} clients: requests/s", "events/s"],
