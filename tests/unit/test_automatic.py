@@ -132,17 +132,21 @@ async def test_only_the_last_context_of_a_conversation_is_kept(house: House) -> 
     assert await gateway.finds(tokens(100)) == 100, "of the last one, whose prefix it is"
 
 
-@pytest.mark.parametrize("here", [True, False])
-def test_a_context_is_found_until_one_that_continues_it_is_on_this_machine(*, here: bool) -> None:
-    now = 0.0
-    short, long = (
-        Handoff(
-            id=new_id(automatic=True), tenant="local", model="a", weights="w", created_at=0, ttl_s=3600,
-            expires_at=3600, tokens=array("i", tokens(count)), bytes=1, state=HandoffState.READY, automatic=True,
-        )
-        for count in (200, 300)
+def left_automatically(count: int, *, life_s: int = 3600, created_at: int = 0) -> Handoff:
+    return Handoff(
+        id=new_id(automatic=True), tenant="local", model="a", weights="w", created_at=created_at, ttl_s=life_s,
+        expires_at=3600, tokens=array("i", tokens(count)), bytes=1, state=HandoffState.READY, automatic=True,
+        cache_key="k",
     )  # fmt: skip
-    index = HandoffIndex(lambda: now, is_elsewhere=lambda record: record is long and not here)
+
+
+@pytest.mark.parametrize("here", [("short", "long"), ("short",), ()])
+def test_a_context_is_found_until_one_that_continues_it_is_on_this_machine(here: tuple[str, ...]) -> None:
+    now = 0.0
+    short, long = left_automatically(200), left_automatically(300)
+    index = HandoffIndex(
+        lambda: now, is_elsewhere=lambda record: ("long" if record is long else "short") not in here
+    )
     for record in (short, long):
         index.add(record, 3600)
         index.publish(record)
@@ -152,10 +156,25 @@ def test_a_context_is_found_until_one_that_continues_it_is_on_this_machine(*, he
         return match.record if match is not None else None
 
     assert found(lambda _: True) is long
-    assert found(lambda record: record is not long) is (None if here else short)
+    assert found(lambda record: record is not long) is (short if here == ("short",) else None)
+    assert index.keyed("local", "k") == [long], "the last one of its conversation"
     now = SUPERSEDED_FOR_S + 1
     assert index.expired() == [], "another machine may have no more of it"
+    index.publish(long)  # it is not longer for it
     now = SHARED_FOR_S + 1
+    assert index.expired() == [short]
+
+
+def test_contexts_that_others_continue_are_evicted_first_and_live_no_longer_for_it() -> None:
+    now = 0.0
+    idle, short, long = (left_automatically(count, created_at=at) for at, count in enumerate((100, 200, 300)))
+    idle.tokens[0] = 7
+    index = HandoffIndex(lambda: now, is_elsewhere=lambda record: record is long)
+    for record, life_s in ((idle, 3600), (short, 300), (long, 3600)):
+        index.add(record, life_s)
+        index.publish(record)
+    assert index.by_eviction("local") == [short, idle, long]
+    now = 301
     assert index.expired() == [short]
 
 

@@ -102,6 +102,28 @@ def test_a_match_says_whether_it_continues_and_whether_others_share_as_much() ->
     whole = find(index, [*first.tokens, 9])
     assert whole is not None
     assert (whole.alone, whole.continues, whole.record) == (True, True, first)
+    later = record([*first.tokens, *[3] * 64])
+    index.add(later)
+    whole = index.find("a", "w", [*later.tokens, 9], lambda each: each is not later)
+    assert whole is not None
+    assert (whole.alone, whole.continues, whole.record) == (True, True, first), "of one conversation"
+
+
+def test_each_context_is_asked_about_once_however_many_blocks_are_shared() -> None:
+    index = PrefixIndex()
+    turns = [record(range(length)) for length in range(200, 2000, 200)]
+    for each in turns:
+        index.add(each)
+    asked: list[Handoff] = []
+
+    def first_alone(each: Handoff) -> bool:
+        asked.append(each)
+        return each is turns[0]
+
+    found = index.find("a", "w", range(2000), first_alone)
+    assert found is not None
+    assert (found.record, found.tokens) == (turns[0], 200)
+    assert len(asked) == len(turns)
 
 
 def test_the_contexts_that_another_continues() -> None:

@@ -656,7 +656,8 @@ class PrefixMatch:
 
     Attributes:
         tokens: number of tokens, from the first, that they share.
-        alone: whether no other context shares as many whole blocks with the prompt.
+        alone: whether no context shares as many whole blocks with the prompt but others of its conversation:
+            those that continue it, and that it continues.
     """
 
     record: Handoff

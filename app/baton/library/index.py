@@ -46,6 +46,7 @@ class HandoffIndex:
         self._clock = clock
         self._records: dict[str, Handoff] = {}
         self._deadlines: dict[str, float] = {}
+        self._superseded: set[str] = set()
         self._tenants: dict[str, dict[str, Handoff]] = {}
         self._by_age: dict[str, list[tuple[float, str]]] = {}
         self._non_kv_bytes: Counter[str] = Counter()
@@ -96,11 +97,16 @@ class HandoffIndex:
     def _supersede(self, record: Handoff, longer: Sequence[Handoff]) -> None:
         """Expire an automatic record soon that others continue; a request may be about to load it.
 
-        It is found until then if all of these are elsewhere: this machine has no more of the context.
+        It is found until then if it is on this machine and all of these are elsewhere: there is no more of
+        the context here.
         """
-        if self._is_elsewhere is None or not all(map(self._is_elsewhere, longer)):
+        elsewhere, seconds = self._is_elsewhere, SHARED_FOR_S
+        if elsewhere is None:
+            elsewhere, seconds = lambda _: False, SUPERSEDED_FOR_S
+        if elsewhere(record) or not all(map(elsewhere, longer)):
             self.prefixes.remove(record)
-        self.expire_in(record, SUPERSEDED_FOR_S if self._is_elsewhere is None else SHARED_FOR_S)
+        self._superseded.add(record.id)
+        self._deadlines[record.id] = min(self._deadlines[record.id], self._clock() + seconds)
 
     def beginning_like(self, record: Handoff) -> list[Handoff]:
         """Return the other records of a tenant and of the same weights whose contexts begin like one."""
@@ -150,10 +156,14 @@ class HandoffIndex:
         return [each for each in mine if each.translated_from == record.id]
 
     def keyed(self, tenant: str, cache_key: str) -> list[Handoff]:
-        """Return a tenant's automatic records with a key that prompts can find, the newest first."""
+        """Return a tenant's automatic records with a key that prompts can find, the newest first.
+
+        One that another continues is left out, wherever that is.
+        """
         mine = self._tenants.get(tenant, {}).values()
         found = [each for each in mine if each.automatic and each.cache_key == cache_key]
-        there = [each for each in found if each in self.prefixes and self.find(each.id) is each]
+        last = [each for each in found if each in self.prefixes and each.id not in self._superseded]
+        there = [each for each in last if self.find(each.id) is each]
         return sorted(there, key=_age, reverse=True)
 
     def weight_of(self, record: Handoff) -> int:
@@ -191,6 +201,7 @@ class HandoffIndex:
             return
         self.prefixes.remove(record)
         self._deadlines.pop(record.id, None)
+        self._superseded.discard(record.id)
         self._non_kv_bytes[record.tenant] -= self._counted.pop(record.id, 0)
         mine = self._tenants[record.tenant]
         del mine[record.id]
@@ -229,8 +240,14 @@ class HandoffIndex:
             yield self._records[ages[at][1]]
 
     def by_eviction(self, tenant: str) -> list[Handoff]:
-        """Return a tenant's records in the order in which they are evicted: automatic ones go first."""
-        return sorted(self._tenants.get(tenant, {}).values(), key=_eviction_order)
+        """Return a tenant's records in the order in which they are evicted.
+
+        Automatic ones go first, and of these the ones that others continue.
+        """
+        return sorted(self._tenants.get(tenant, {}).values(), key=self._eviction_order)
+
+    def _eviction_order(self, record: Handoff) -> tuple[bool, bool, float]:
+        return not record.automatic, record.id not in self._superseded, record.created_at
 
     def unsaved_footprints(self, but: Handoff) -> list[Footprint]:
         """Return the usage of the records that are in memory only, which other gateways do not see."""
@@ -253,7 +270,7 @@ class HandoffIndex:
         for tenant, _ in self._non_kv_bytes.most_common():
             evictable = [each for each in self._tenants[tenant].values() if _may_go(each, newest)]
             if evictable:
-                return min(evictable, key=_eviction_order)
+                return min(evictable, key=self._eviction_order)
         return None
 
     def evictable_bytes(self, newest: Handoff | None) -> int:
@@ -278,10 +295,6 @@ def _may_go(record: Handoff, newest: Handoff | None) -> bool:
     """Return whether a record may be evicted for another one."""
     asked_for = newest is not None and newest.automatic and not record.automatic
     return record.on_disk and not record.pin and record is not newest and not asked_for
-
-
-def _eviction_order(record: Handoff) -> tuple[bool, float]:
-    return not record.automatic, record.created_at
 
 
 def _supersedes(record: Handoff, other: Handoff) -> bool:

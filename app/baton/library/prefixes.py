@@ -78,7 +78,7 @@ class PrefixIndex:
         Args:
             weights: fingerprint of the weights that their KV was computed with.
             prompt: token ids, in which other images are other numbers; see `with_distinct_images`.
-            usable: returns whether a context may be found.
+            usable: returns whether a context may be found; asked once of each.
 
         Returns:
             None: no context shares a whole block.
@@ -91,16 +91,24 @@ class PrefixIndex:
             if scope is None or (contexts := scope.blocks.get(digest)) is None:
                 break
             along.append(contexts)
+        answers = dict[str, bool]()
+
+        def fits(record: Handoff) -> bool:
+            if record.id not in answers:
+                answers[record.id] = usable(record)
+            return answers[record.id]
+
         for blocks in range(len(along), 0, -1):
             contexts = along[blocks - 1]
-            newest = list(islice(filter(usable, reversed(contexts.values())), COMPARED))
+            newest = list(islice(filter(fits, reversed(contexts.values())), COMPARED))
             if not newest:
                 continue
-            common = [
-                common_tokens(record.distinct_tokens, prompt, (blocks - 1) * BLOCK) for record in newest
-            ]
+            begin = (blocks - 1) * BLOCK
+            common = [common_tokens(record.distinct_tokens, prompt, begin) for record in newest]
             best = max(range(len(newest)), key=common.__getitem__)
-            return PrefixMatch(newest[best], common[best], len(contexts) == 1)
+            found = newest[best]
+            alone = all(each is found or _is_one(found, each, begin) for each in contexts.values())
+            return PrefixMatch(found, common[best], alone)
         return None
 
     def continued_by(self, record: Handoff) -> list[Handoff]:
@@ -125,6 +133,12 @@ class PrefixIndex:
             longer = len(each.tokens) > len(tokens)
             if longer and common_tokens(each.distinct_tokens, tokens, begin) == len(tokens):
                 yield each
+
+
+def _is_one(record: Handoff, other: Handoff, begin: int) -> bool:
+    """Return whether one of two contexts, equal up to `begin`, continues the other."""
+    shorter = min(len(record.tokens), len(other.tokens))
+    return common_tokens(record.distinct_tokens, other.distinct_tokens, begin) == shorter
 
 
 def _take_out(contexts: dict[Digest, Contexts], digest: Digest, record: Handoff) -> None:
