@@ -546,6 +546,26 @@ async def test_a_fetch_that_was_cut_off_is_not_waited_for_again_where_computing_
         assert waited[1] < 0.4
 
 
+@pytest.mark.fault("C5")
+@pytest.mark.parametrize(
+    ("bytes_per_s", "prefill_s", "loads", "fetched"),
+    [(1e9, 1.0, 1, True), (1e9, 1.0, 2, False), (1e3, 3600.0, 0, False)],
+)
+async def test_one_slow_load_decides_nothing_and_what_would_be_cut_off_is_not_waited_for(
+    bytes_per_s: float, prefill_s: float, loads: int, fetched: bool, server: StoreServer, tmp_path: Path
+) -> None:
+    one, two = machine(tmp_path / "one", server.url), machine(tmp_path / "two", server.url)
+    found = await two.handoffs.get((await one.leave(blocks=600)).id, "local")
+    source = two.handoffs.holdings.tier.source_of(found)
+    two.handoffs.fetches._rates[source].extend([bytes_per_s] * RATES_KEPT)
+    engine = FakeEngine("a", supports_handoffs=True)
+    engine.throughput.prefilled(len(found.tokens), prefill_s)
+    for _ in range(loads):
+        engine.throughput.loaded(found.bytes, 5.0)
+    assert await two.handoffs.fetches.fetch_here(found, engine) is fetched
+    assert (two.handoffs.skipped_fetch_s(found) is None) is fetched
+
+
 @pytest.mark.fault("E19")
 @pytest.mark.parametrize(
     ("names", "blocks", "asked"),

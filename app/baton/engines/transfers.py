@@ -149,6 +149,10 @@ class TransferChooser(Protocol):
         ...
 
 
+LEAST_LOADS = 2
+"""KV is loaded until so many loads were measured: a single one may have waited for a busy processor."""
+
+
 class Throughput:
     """Medians of the last few measurements: one outlier changes nothing, a lasting change shows soon.
 

@@ -9,6 +9,7 @@ from collections import OrderedDict, defaultdict, deque
 import structlog
 
 from baton.engines.engine import LocalEngine
+from baton.engines.transfers import LEAST_LOADS
 from baton.errors import GatewayOverloaded, HandoffStoreUnavailable
 from baton.library.handoff import Handoff
 from baton.library.here.entries import FetchCutOff
@@ -92,12 +93,14 @@ class Fetches:
 
         Of KV that is here `relay/cost.py` decides.
         """
-        load_s = engine.throughput.load_s(record.bytes)
-        prefill_s = engine.throughput.prefill_s(len(record.tokens), record.latent_steps)
+        throughput = engine.throughput
+        prefill_s = throughput.prefill_s(len(record.tokens), record.latent_steps)
         if rate is None or prefill_s is None or record.latent_steps:
             return None
+        load_s = throughput.load_s(record.bytes) if throughput.loads >= LEAST_LOADS else None
         fetch_s = record.bytes / rate
-        return fetch_s if fetch_s + (load_s or 0.0) > prefill_s else None
+        cut_off = fetch_s > self._within_s
+        return fetch_s if cut_off or fetch_s + (load_s or 0.0) > prefill_s else None
 
     async def _fetch(self, record: Handoff, source: str) -> bool:
         """Fetch a handoff's KV; returns whether it is here then."""

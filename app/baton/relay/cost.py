@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from baton.engines.engine import LocalEngine
+from baton.engines.transfers import LEAST_LOADS
 from baton.library.handoff import Handoff
 
 IMAGE_S = 0.05
 """Encoding an image is assumed to take so many seconds; engines do not report how long it takes."""
-LEAST_LOADS = 2
-"""KV is loaded until so many loads were measured: a single one may have waited for a busy processor."""
 MEASURE_EVERY = 2
 """Every so many recomputed requests, one loads a little, so that the loading rate stays measured."""
 MEASURE_BYTES = 1024 * 1024
@@ -90,7 +89,8 @@ class LoadCost:
 
         Args:
             tokens: number of its first tokens that are of use; None: all.
-            fetch_s: seconds to fetch its KV, which was not fetched; None: it is here, or that is not known.
+            fetch_s: seconds to fetch its KV, which was not fetched as computing it is faster; None: it was,
+                or was here.
         """
         tokens = len(record.tokens) if tokens is None else tokens
         steps = record.latent_steps if tokens == len(record.tokens) else record.steps_within(tokens)
@@ -100,10 +100,10 @@ class LoadCost:
         if prefill_s is not None:
             prefill_s += IMAGE_S * sum(image.offset < tokens for image in record.image_positions)
         latent = record.latent_steps > 0  # recomputed latent steps may differ
+        if fetch_s is not None:
+            return Decision(Choice.RECOMPUTE, 0, load_s, prefill_s, fetch_s)
         if load_s is None or prefill_s is None or latent:
             return Decision(Choice.LOAD, None, load_s, prefill_s)
-        if fetch_s is not None and fetch_s + load_s > prefill_s:
-            return Decision(Choice.RECOMPUTE, 0, load_s, prefill_s, fetch_s)
         if load_s <= prefill_s or engine.throughput.loads < LEAST_LOADS:
             self._recomputed[engine.name] = 0
             return Decision(Choice.LOAD, None, load_s, prefill_s)
