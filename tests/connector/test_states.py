@@ -3,8 +3,8 @@
 The equivalence row of each family: 40 lengths by 5 cases. Where vLLM's CPU backend computes in float32, the tokens are those
 of a computation of the whole prompt. Gated delta nets it computes in bfloat16 alone, where chunks of another length
 round otherwise: there the tokens, and the log probabilities to the last bit, are those that the engine says which goes on.
-Beside others they may differ by a rounding, since a batch of another size rounds otherwise too, in plain vLLM as well (on a
-processor with AMX).
+Beside others they may differ by a rounding on a processor with AMX, where a batch of another size rounds otherwise, in plain vLLM
+as well.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from support.offline_engines import OWN, Answer, OfflineEngine, prompt, same
 
+from baton.engines.hardware import read_processor
 from baton_kv.contract import PARAMS_KEY, params_to_load, params_to_save, transfer_params
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -126,7 +127,7 @@ def check(kind: Kind, engine: OfflineEngine, contexts: list[Context], at_once: i
                 engine.forget_prefixes()
                 (plain,) = engine.ask(([*context.tokens, *OWN], THEN, None))
                 same(answer, plain)
-            elif at_once == 1:
+            elif at_once == 1 or "amx_bf16" not in read_processor().flags:
                 assert answer == answer | context.goes_on, len(context.tokens)
             else:
                 near(answer, context.goes_on)

@@ -192,12 +192,16 @@ def test_bad_input_is_a_4xx_that_shows_no_insides_and_harms_nothing(
         assert client.get("/readyz").status_code == 200
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("stream", "spelled"),
+    [(False, ""), (True, ""), (True, "one, two, three, four, five, six, seven, eight, ")],
+)
 def test_an_answer_that_the_models_tokens_cannot_spell_to_its_end_is_the_requests_fault(
-    real_gateway: RealGateway, stream: bool
+    real_gateway: RealGateway, stream: bool, spelled: str
 ) -> None:
-    """The engine notices after the first token: vLLM calls that an internal error."""
-    wanted = {"model": "smollm2", "stream": stream, "structured_outputs": {"choice": ["9\U000465e2"]}}
+    """The engine notices behind what it can spell: vLLM calls that an internal error."""
+    choice = f"{spelled}9\U000465e2"
+    wanted = {"model": "smollm2", "stream": stream, "structured_outputs": {"choice": [choice]}}
     with real_gateway.client() as client:
         body = wanted | {"messages": [{"role": "user", "content": "Say it."}]}
         response = client.post("/v1/chat/completions", json=body)
@@ -205,6 +209,7 @@ def test_an_answer_that_the_models_tokens_cannot_spell_to_its_end_is_the_request
     assert "structured_outputs" in response.text
     begun = response.headers["content-type"].startswith("text/event-stream")
     assert response.status_code == (200 if begun else 422)
+    assert begun or not spelled
     assert stream or not begun  # a stream begins unless its first event is the error
 
 

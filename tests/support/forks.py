@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -21,6 +22,7 @@ import setproctitle
 
 from baton.prepare import FORKED_MODULES
 
+PR_SET_PDEATHSIG = 1
 GATEWAY_MODULES = ("baton.cli", "baton.serve", "baton.engines.vllm.build_fleet", "support.fake_serve")
 
 
@@ -89,6 +91,8 @@ def _run(
     words: list[str], output: str, environment: dict[str, str], command: Callable[[], int | None]
 ) -> None:
     os.setsid()  # its threads of low priority give way to its own, not to other tests
+    # It ends with these tests also where they are killed.
+    assert ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) == 0
     with open(output, "a") as file:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
