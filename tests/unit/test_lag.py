@@ -8,6 +8,7 @@ import time
 import pytest
 import structlog
 
+from baton.telemetry import lag as lag_module
 from baton.telemetry.lag import watch_lag
 from baton.telemetry.metrics import GatewayMetrics
 
@@ -35,6 +36,22 @@ async def test_a_blocked_loop_is_measured_and_logged() -> None:
     assert held >= 0.6
     assert seen - below >= 1
     assert logs.count("event_loop_stalled") >= 1
+
+
+@pytest.mark.fault("E11")
+async def test_where_a_loop_is_held_up_is_logged_while_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lag_module, "STUCK_S", 0.3)
+    monkeypatch.setattr(lag_module, "LOOK_EVERY_S", 0.01)
+    with structlog.testing.capture_logs() as logs:
+        watch = asyncio.create_task(watch_lag(GatewayMetrics().loop_lag))
+        await asyncio.sleep(0.15)
+        ends = time.monotonic() + 20
+        while not logs and time.monotonic() < ends:
+            time.sleep(0.01)  # noqa: ASYNC251  # holds the loop on purpose
+        watch.cancel()
+    (line,) = logs
+    assert line["event"] == "event_loop_stuck"
+    assert any(call.endswith("test_where_a_loop_is_held_up_is_logged_while_it_is") for call in line["stack"])
 
 
 @pytest.mark.fault("E11")

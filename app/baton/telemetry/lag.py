@@ -1,9 +1,14 @@
-"""Measure the delay of the event loop."""
+"""Measure the delay of the event loop, and log where it is held up."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
 
 import structlog
 from prometheus_client import Histogram
@@ -11,6 +16,11 @@ from prometheus_client import Histogram
 EVERY_S = 0.1
 STALL_S = 0.5
 """A delay above this is logged."""
+STUCK_S = 5.0
+"""After so long, the loop's stack is logged while it is held up."""
+LOOK_EVERY_S = 1.0
+DEEPEST = 12
+"""Most calls of the stack in the log, the innermost."""
 
 
 async def watch_lag(lag: Histogram, ready: Callable[[], bool] = lambda: True) -> None:
@@ -23,11 +33,42 @@ async def watch_lag(lag: Histogram, ready: Callable[[], bool] = lambda: True) ->
     loop = asyncio.get_running_loop()
     was_ready = False
     log = structlog.get_logger("baton.loop")
-    while True:
-        due = loop.time() + EVERY_S
-        await asyncio.sleep(EVERY_S)
-        late = max(0.0, loop.time() - due)
-        lag.observe(late)
-        was_ready = was_ready or ready()
-        if late > STALL_S and was_ready:
-            log.warning("event_loop_stalled", seconds=round(late, 3))
+    with _looking_from_outside() as resumed:
+        while True:
+            due = loop.time() + EVERY_S
+            await asyncio.sleep(EVERY_S)
+            late = max(0.0, loop.time() - due)
+            lag.observe(late)
+            was_ready = was_ready or ready()
+            if was_ready:
+                resumed()
+            if late > STALL_S and was_ready:
+                log.warning("event_loop_stalled", seconds=round(late, 3))
+
+
+@contextlib.contextmanager
+def _looking_from_outside() -> Iterator[Callable[[], None]]:
+    """Log this thread's stack, once, if `STUCK_S` pass after a call of what this yields without the next."""
+    thread, ended, last = threading.get_ident(), threading.Event(), float("inf")
+
+    def resumed() -> None:
+        nonlocal last
+        last = time.monotonic()
+
+    def look() -> None:
+        told = 0.0
+        while not ended.wait(LOOK_EVERY_S):
+            seconds, seen = time.monotonic() - last, last
+            if seconds > STUCK_S and seen != told:
+                told = seen
+                calls = traceback.extract_stack(sys._current_frames()[thread])[-DEEPEST:]
+                stack = [f"{call.filename}:{call.lineno} {call.name}" for call in calls]
+                structlog.get_logger("baton.loop").error(
+                    "event_loop_stuck", seconds=round(seconds, 1), stack=stack
+                )
+
+    threading.Thread(target=look, name="loop-watch", daemon=True).start()
+    try:
+        yield resumed
+    finally:
+        ended.set()
