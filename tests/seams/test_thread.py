@@ -15,16 +15,25 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import zmq
+import zmq.asyncio
 from vllm.model_executor.models import registry
 from vllm.platforms import cpu
 from vllm.renderers import BaseRenderer
-from vllm.v1.engine import utils
+from vllm.v1.engine import core_client, utils
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.executor import Executor, UniProcExecutor
 
 from baton.engines.process.fork_server import CURRENT, ForkContext, Launch
 from baton.engines.vllm import engine_thread as thread_module
-from baton.engines.vllm.engine_thread import Client, EngineThread, Starts, fork_cores
+from baton.engines.vllm.engine_thread import (
+    Client,
+    EngineThread,
+    Resources,
+    Starts,
+    end_contexts_apart,
+    fork_cores,
+)
 
 ARGS: Any = SimpleNamespace(
     create_engine_config=lambda _usage: None, enable_log_requests=False, disable_log_stats=True
@@ -140,6 +149,39 @@ def test_vllm_starts_a_core_with_what_its_launch_gives(monkeypatch: pytest.Monke
         assert isinstance(utils.get_mp_context(), ForkContext)
     finally:
         CURRENT.reset(token)
+
+
+@pytest.mark.fault("A30")
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # an error there, the socket would stay open
+async def test_a_client_s_context_that_cannot_end_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A socket stays open that is garbage together with its context, which may be ended first."""
+    monkeypatch.setattr(core_client, "BackgroundResources", core_client.BackgroundResources)
+    end_contexts_apart()
+    context = zmq.Context()
+    shadow, other = zmq.asyncio.Context(context), zmq.Context(context)
+    known, left = shadow.socket(zmq.PULL), other.socket(zmq.ROUTER)
+    resources: Resources = core_client.BackgroundResources(
+        ctx=context, output_socket=known, output_queue_task=asyncio.create_task(asyncio.sleep(600))
+    )
+    await asyncio.to_thread(resources)
+    await asyncio.sleep(0.1)
+    assert known.closed
+    assert not context.closed
+    (ending,) = [thread for thread in threading.enumerate() if thread.name == "zmq-context"]
+    assert ending.is_alive()
+    vars(other)["keeps"] = [other, context, left]
+    del context, shadow, other, known, left, resources
+    gc.collect()  # without the thread it never ended
+    await asyncio.to_thread(ending.join, 5)
+    assert not ending.is_alive()
+
+
+def test_vllm_s_clients_close_what_they_hold_by_their_resources() -> None:
+    """The seam of `Resources`: made by this name in its own module, called once, at a client's end."""
+    made = inspect.getsource(core_client.MPClient.__init__)
+    assert "self.resources = BackgroundResources(ctx=sync_ctx)" in made
+    assert "self._finalizer = weakref.finalize(self, self.resources)" in made
+    assert "if self._finalizer.detach() is not None:" in inspect.getsource(core_client.MPClient.shutdown)
 
 
 def test_vllm_takes_the_executor_of_one_process_on_a_cpu() -> None:

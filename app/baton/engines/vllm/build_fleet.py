@@ -25,7 +25,7 @@ from baton.engines.on_demand import OnDemand, on_demand_of
 from baton.engines.process.fork_server import ForkServer
 from baton.engines.vllm.arguments import processor_dtype
 from baton.engines.vllm.engine import VllmEngine
-from baton.engines.vllm.engine_thread import Starts, fork_cores, inspect_models_here
+from baton.engines.vllm.engine_thread import Starts, end_contexts_apart, fork_cores, inspect_models_here
 from baton.engines.vllm_version import is_cpu_build
 from baton.errors import SettingsError
 from baton.models.parsers import fetch_descriptions
@@ -58,6 +58,7 @@ def build_fleet(
     if latent := [engine.name for engine in settings.own_engines if engine.latent]:
         most = settings.handoffs.latent_steps_max
         structlog.get_logger("baton.engine").info("latent_steps_allowed", engines=latent, most=most)
+    end_contexts_apart()
     if server is not None:
         fork_cores()
     if is_cpu_build():

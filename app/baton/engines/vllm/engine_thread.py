@@ -22,7 +22,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.model_executor.models import registry
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.system_utils import get_mp_context
-from vllm.v1.engine import utils
+from vllm.v1.engine import core_client, utils
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
@@ -55,6 +55,29 @@ def inspect_models_here() -> None:
     that it has not seen on this machine.
     """
     registry._run_in_subprocess = lambda look: look()
+
+
+class Resources(core_client.BackgroundResources):  # type: ignore[misc]  # vLLM has no types
+    """What a client of vLLM closes at its end; its ZeroMQ context then ends in a thread of its own.
+
+    vLLM leaves the context to the garbage collector, which ends it wherever it runs, on the event loop too.
+    That waits for all of its sockets: tenths of a second on a busy machine, and for ever for one that nobody
+    closes any more.
+    """
+
+    def __call__(self) -> None:
+        loop = self.output_queue_task.get_loop() if self.output_queue_task is not None else None
+        super().__call__()
+        end = threading.Thread(target=self.ctx.term, name="zmq-context", daemon=True).start
+        if loop is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(end)  # behind the sockets' own closing
+        else:
+            end()
+
+
+def end_contexts_apart() -> None:
+    """Make vLLM's clients close their `Resources`."""
+    core_client.BackgroundResources = Resources
 
 
 def _context_of_launch() -> Any:
