@@ -14,8 +14,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from tokenizers import Tokenizer, models, pre_tokenizers  # after the skip
 from vllm.engine.protocol import EngineClient  # after the skip
 from vllm.sampling_params import SamplingParams  # after the skip
+from vllm.tokenizers import detokenizer_utils  # after the skip
 from vllm.v1.engine import utils as engine_utils  # after the skip
 from vllm.v1.engine.async_llm import AsyncLLM  # after the skip
 from vllm.v1.executor import multiproc_executor  # after the skip
@@ -30,11 +32,40 @@ from baton.engines.vllm import (
     arguments,  # after the skip
     handlers,  # after the skip
 )
-from baton.engines.vllm.client import CURRENT_CALL, Call, WatchedClient  # after the skip
+from baton.engines.vllm.client import (
+    CURRENT_CALL,  # after the skip
+    Call,
+    WatchedClient,
+    note_space_marker,
+)
 from baton.engines.vllm.series import FAMILIES, HELPERS, EngineSeries  # after the skip
 from baton.errors import GenerationFailed  # after the skip
 from baton.http import openapi  # after the skip
 from baton.telemetry.ids import RequestContext  # after the skip
+
+
+@pytest.mark.fault("E11")
+@pytest.mark.parametrize(
+    "splitter",
+    [
+        None,
+        pre_tokenizers.ByteLevel(),
+        pre_tokenizers.Metaspace(replacement="_"),
+        pre_tokenizers.Sequence([pre_tokenizers.Digits(), pre_tokenizers.Metaspace()]),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+def test_how_a_space_is_marked_is_read_from_a_tokenizer_s_part_alone(splitter: Any) -> None:
+    """vLLM itself reads all of it, at the first answer with log probabilities, on the event loop."""
+    backend = Tokenizer(models.BPE())
+    if splitter is not None:
+        backend.pre_tokenizer = splitter
+    ours, theirs = SimpleNamespace(backend_tokenizer=backend), SimpleNamespace(backend_tokenizer=backend)
+    note_space_marker(ours)
+    del ours.backend_tokenizer  # it is not asked again
+    of_vllm = detokenizer_utils.get_leading_space_marker(theirs)
+    assert vars(ours) == {detokenizer_utils._CACHED_MARKER_KEY: of_vllm}
+    assert detokenizer_utils.get_leading_space_marker(ours) == of_vllm
 
 
 def test_the_checked_in_schemas_are_vllm_s() -> None:

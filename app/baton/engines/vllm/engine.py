@@ -28,6 +28,7 @@ from baton.engines.vllm.client import (
     Call,
     WatchedClient,
     audited_tokens,
+    note_space_marker,
     rounding_nats,
     special_tokens,
 )
@@ -413,6 +414,7 @@ class VllmEngine:
         """Build what requests need around an engine's client, which has no request yet."""
         self.images, self.context_tokens = image_input(client), client.model_config.max_model_len
         confirm_before_reuse(client)
+        note_space_marker(client.renderer.tokenizer)
         report("building the request handlers")
         plugin = None
         if (name := chosen_plugin(client.vllm_config)) is not None:
