@@ -31,7 +31,9 @@ def main() -> None:
     configure_logs("error", "json", sys.stderr)
     with listen(settings.host, settings.port, "--port") as listener:
         app = create_app(settings, Fleet([engine], supervision=settings.supervision))
-        asyncio.run(GatewayServer(app, settings, print).serve(sockets=[listener]))
+        server = GatewayServer(app, settings, print)
+        with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:  # as `baton serve` does
+            runner.run(server.serve(sockets=[listener]))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import zmq
 import zmq.asyncio
+from vllm import envs
 from vllm.model_executor.models import registry
 from vllm.platforms import cpu
 from vllm.renderers import BaseRenderer
@@ -195,3 +196,20 @@ def test_vllm_looks_at_a_model_s_class_in_another_process_for_cuda_s_sake_alone(
     source = inspect.getsource(registry._LazyRegisteredModel.inspect_model_cls)
     assert "Performed in another process to avoid initializing CUDA" in source
     assert "_run_in_subprocess(" in source
+
+
+def test_environment_variables_are_read_anew_while_an_engine_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM sets some for the engine that it starts, and asks for others at every step of those that run."""
+    starts = Starts()
+    try:
+        with starts.running():
+            with starts.running():
+                pass
+            monkeypatch.setenv("VLLM_MAX_N_SEQUENCES", "7")
+            assert envs.VLLM_MAX_N_SEQUENCES == 7
+        monkeypatch.setenv("VLLM_MAX_N_SEQUENCES", "8")
+        assert envs.VLLM_MAX_N_SEQUENCES == 7, "asked for again"
+        with starts.running():
+            assert envs.VLLM_MAX_N_SEQUENCES == 8
+    finally:
+        envs.disable_envs_cache()

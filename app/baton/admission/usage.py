@@ -33,8 +33,8 @@ from baton.telemetry.metrics import UsageMetrics
 
 BUSY_S = 5.0
 """Seconds to wait for another gateway that writes the file."""
-PAUSE_S = 0.2
-"""Seconds between two writes: what ends meanwhile is written together."""
+PAUSE_S = 0.5
+"""Seconds between two writes, a millisecond of a processor each; what ends meanwhile is written together."""
 RETRY_S = 1.0
 """Seconds until a write that failed, as on a full device, is tried again."""
 VERSION = 1
@@ -128,12 +128,21 @@ class UsageFile:
         with self._lock:
             self._database.close()
 
-    def add(self, rows: Mapping[Row, Counter[str]], *, keep_days: int | None = None) -> None:
-        """Add counts to rows, all of them or none.
+    def add(
+        self,
+        rows: Mapping[Row, Counter[str]],
+        *,
+        keep_days: int | None = None,
+        month: str = "",
+        keys: Collection[str] = (),
+    ) -> dict[str, Counter[str]]:
+        """Add counts to rows, all of them or none; returns what some keys have spent then, as `spent` does.
 
         Args:
             keep_days: the days that have rows are kept up to this number, the last ones; by the clock, one
                 that is far ahead would have all of them forgotten. None: nothing is forgotten now.
+            month: of which they have spent it.
+            keys: ids of these keys.
         """
         values = [(*row, *(counts[name] for name in COUNTED)) for row, counts in rows.items()]
         with self._lock, self._database as database:
@@ -142,25 +151,24 @@ class UsageFile:
             if keep_days is not None:
                 days = sorted(day for (day,) in database.execute("SELECT DISTINCT day FROM usage"))
                 database.executemany("DELETE FROM usage WHERE day = ?", zip(days[:-keep_days], strict=True))
+            return self._spent(month, keys)
 
-    def spent(self, month: str, keys: Collection[str] | None = None) -> dict[str, Counter[str]]:
-        """Return the tokens of each key, by the days of a month.
+    def spent(self, month: str) -> dict[str, Counter[str]]:
+        """Return the tokens of each key, by the days of a month, such as `2030-01`."""
+        with self._lock:
+            return self._spent(month)
 
-        Args:
-            month: such as `2030-01`.
-            keys: ids of keys; None: all.
-        """
+    def _spent(self, month: str, keys: Collection[str] | None = None) -> dict[str, Counter[str]]:
         query = (
             "SELECT key, day, SUM(prompt_tokens + completion_tokens) FROM usage"
             " WHERE {} day BETWEEN ? AND ? GROUP BY key, day"
         )
         days = (f"{month}-01", f"{month}-31")
         found: list[tuple[str, str, int]] = []
-        with self._lock:
-            if keys is None:
-                found += self._database.execute(query.format(""), days)
-            for key in keys or ():
-                found += self._database.execute(query.format("key = ? AND"), (key, *days))
+        if keys is None:
+            found += self._database.execute(query.format(""), days)
+        for key in keys or ():
+            found += self._database.execute(query.format("key = ? AND"), (key, *days))
         spent: defaultdict[str, Counter[str]] = defaultdict(Counter)
         for key, day, tokens in found:
             spent[key][day] = tokens
@@ -399,11 +407,15 @@ class Usage:
         fresh = {key: days.copy() for key, days in self._fresh.items()}
         today = self.today
         keep_days = self._keep_days if today != self._forgot_on else None
+        budgeted, self._budgeted = self._budgeted, set()
         try:
-            await in_own_thread(self._file.add, self._writing, keep_days=keep_days)
+            spent = await in_own_thread(
+                self._file.add, self._writing, keep_days=keep_days, month=today[:7], keys=budgeted
+            )
         except BaseException as error:
             for row, counts in self._writing.items():
                 self._pending[row].update(counts)
+            self._budgeted |= budgeted
             self._new.set()
             if not self._failed:
                 log.error("usage_not_written", cause=str(error))
@@ -415,9 +427,7 @@ class Usage:
             log.info("usage_written_again")
         self._failed, self._forgot_on = False, today
         self._settle(fresh)
-        month, keys = today[:7], tuple(self._budgeted)
-        self._budgeted.clear()
-        self._known |= await in_own_thread(self._file.spent, month, keys)  # with what other gateways wrote
+        self._known |= spent  # with what other gateways wrote
 
     def _settle(self, written: Mapping[str, Counter[str]]) -> None:
         """Move tokens that are in the file now, and forget those of other months."""

@@ -91,6 +91,8 @@ class Upkeep:
         """Remove some of the automatic handoffs whose KV was evicted; they would hide others from prompts."""
         found = self._index.automatic_records()
         some = random.sample(found, min(len(found), EVICTED_LOOKS))
+        if not some:
+            return
         sizes = await self._run(self._holdings.tier.sizes, some)
         for record, size in zip(some, sizes, strict=True):
             if not size:

@@ -42,6 +42,7 @@ MAX_LINE = 4000
 MAX_VALUE = 512
 LONGER_VALUES = {"event": MAX_LINE, "line": MAX_LINE, "exception": 16_000}
 """Keys with longer values: messages of other libraries, output of engines, tracebacks."""
+NUMBERS = (bool, int, float)  # a union would be made anew for every value
 CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code not in b"\n\t"}
 MAX_CAUSES = 8
 READ_WITHIN_S = 5.0
@@ -110,7 +111,7 @@ def _places(exc_info: ExcInfo) -> str:
 def cap_values(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
     """Cut long values of a log line."""
     for key, value in event.items():
-        if value is None or isinstance(value, bool | int | float) or key.startswith("_"):
+        if value is None or isinstance(value, NUMBERS) or key.startswith("_"):
             continue
         text = value if isinstance(value, str) else repr(value)
         limit = LONGER_VALUES.get(key, MAX_VALUE)

@@ -359,7 +359,8 @@ class VllmEngine:
     async def start(self, report: Report) -> None:
         self._state = EngineState.STARTING
         try:
-            await self._start(report)
+            with self._starts.running():
+                await self._start(report)
         except Exception as error:  # noqa: BLE001  # vLLM's start raises anything at all
             self._state = EngineState.FAILED
             self._log.debug("engine_start_failed", exc_info=error)

@@ -10,6 +10,7 @@ import ctypes
 import multiprocessing
 import threading
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import Future
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -100,6 +101,23 @@ class Starts:
         self.server = server
         self.turn = threading.Lock()
         self.waiting: deque[EngineThread] = deque()
+        self._running = 0
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Have vLLM read its environment variables anew while an engine starts, which sets some.
+
+        Otherwise it keeps them: it asks for several at every step of every engine, a thirtieth of the front
+        end's processor time. Called on the event loop.
+        """
+        self._running += 1
+        envs.disable_envs_cache()
+        try:
+            yield
+        finally:
+            self._running -= 1
+            if not self._running:
+                envs.enable_envs_cache()
 
 
 class Client(AsyncLLM):  # type: ignore[misc]  # vLLM has no types

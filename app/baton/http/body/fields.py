@@ -121,9 +121,8 @@ def check_field_limits(body: Mapping[str, Any], limits: LimitSettings) -> None:
     Raises:
         InvalidRequest: a field is above its limit; `param` names it, and the message names the limit.
     """
-    for name, check in FIELD_LIMITS.items():
-        value = body.get(name)
-        if value is not None:
+    for name, value in body.items():
+        if value is not None and (check := FIELD_LIMITS.get(name)) is not None:
             check(name, value, limits)
     _check_answers(body, limits)
     _check_values(body, limits)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable
+from functools import lru_cache
 from ipaddress import ip_address
 from typing import Any
 
@@ -141,6 +142,8 @@ EXPOSED = (
     *("X-Handoff-Id", "X-Request-Id"),
 )
 """Headers of answers that scripts of other sites may read."""
+KNOWN_HOSTS = 16
+"""Hosts of requests whose answer is kept: nearly all requests of a gateway name the same one."""
 READING = frozenset({"GET", "HEAD", "OPTIONS"})
 """Methods that change nothing; without CORS, pages of other sites cannot read their answers."""
 OWN_PAGE = (b"same-origin", b"none")
@@ -159,9 +162,13 @@ class HostNames:
         self._endings = tuple(entry.removeprefix("*") for entry in entries if entry.startswith("*."))
         self._names = frozenset(_plain(entry) for entry in entries)
 
+        self._known = lru_cache(KNOWN_HOSTS)(
+            lambda authority: is_loopback(_name_in(authority)) or self.added(authority)
+        )
+
     def __contains__(self, authority: str) -> bool:
         """Return whether `HOST` or `HOST:PORT` is one of them."""
-        return is_loopback(_name_in(authority)) or self.added(authority)
+        return self._known(authority)
 
     def added(self, authority: str) -> bool:
         """Return whether the operator added it."""
