@@ -153,7 +153,8 @@ def compare(
                 label = f"{kind}, {named(count)}"
                 found[count] = alternate(servers, round_, rounds, label, clients=count, tokens=tokens)
             told(f"\n{kind}:\n", *table(found))
-        told("", *added_over_direct(servers, model, rounds))
+        if part != "rounds":
+            told("", *added_over_direct(servers, model, rounds))
         told("\n| of the server process | baton | plain vLLM | ratio |", "|---|---|---|---|")
         for what, values in (
             ("memory, MiB", [server.memory_mib for server in servers]),
@@ -172,7 +173,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--part", choices=["all", "one-token"], default="all")
+    parser.add_argument("--part", choices=["all", "rounds", "one-token"], default="all")
     parser.add_argument("--only", choices=["tiny", "smollm2"])
     parser.add_argument("--spin", action="store_true", help="plain vLLM's OpenMP threads wait as Baton's do")
     options = parser.parse_args()
