@@ -83,13 +83,28 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the longest first: those of the folder of chaos, others with engines, and the seams', which one process runs."""
+    """Put the longest first, so that no process has one of them left at the end.
+
+    Those are in the folders of chaos and of vision; then come others with engines, and the seams', which one process runs.
+    """
 
     def place(item: pytest.Item) -> tuple[bool, ...]:
         folders = item.path.parts
-        return "chaos" not in folders, item.get_closest_marker("engine") is None, "seams" not in folders
+        return (
+            "chaos" not in folders,
+            "vision" not in folders,
+            not has_engines(item.path),
+            "seams" not in folders,
+        )
 
     items.sort(key=place)
+
+
+@functools.cache
+def has_engines(file: Path) -> bool:
+    """Whether a file's tests have engines of vLLM, by what it names."""
+    text = file.read_text()
+    return any(name in text for name in (*SHARED_GATEWAYS, *HAVE_ENGINES))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -106,10 +121,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     def group(file: str) -> str:
         if together := next((name for folder, name in TOGETHER.items() if folder in f"/{file}"), None):
             return together
-        text = (config.rootpath / file).read_text()
+        path = config.rootpath / file
+        text = path.read_text()
         shared = next((name for name in SHARED_GATEWAYS if name in text), file)
-        has_engines = shared != file or any(name in text for name in HAVE_ENGINES)
-        return f"{ENGINES}{shared}" if has_engines else file
+        return f"{ENGINES}{shared}" if has_engines(path) else file
 
     class GatewayScheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
@@ -128,9 +143,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
         def _is_for(self, node: WorkerController) -> str | None:
             """Return the first of the waiting scopes that a process may take."""
-            has_engines = node in self.nodes[:2]
+            engines_too = node in self.nodes[:2]
             return next(
-                (scope for scope in self.workqueue if has_engines or not scope.startswith(ENGINES)), None
+                (scope for scope in self.workqueue if engines_too or not scope.startswith(ENGINES)), None
             )
 
     return GatewayScheduling(config, log)
