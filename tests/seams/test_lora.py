@@ -26,6 +26,7 @@ from baton.engines.adapters import READ_BYTES, Adapter, read_adapter
 from baton.engines.vllm import arguments
 from baton.engines.vllm.flags import read_command_line
 from baton.engines.vllm.lora import LoadedAdapters, held, most_adapters, spare_slots
+from baton.engines.vllm_version import installed_vllm, minor_of
 from baton.errors import EngineUnavailable, InvalidRequest, ModelNotFound, OperationUnsupported, SettingsError
 
 
@@ -327,17 +328,18 @@ def test_lora_modules_that_cannot_be_served_are_a_line(flags: list[str], reason:
         read_command_line(["m", "--lora-modules", *flags])
 
 
-def test_vllm_computes_a_request_without_an_adapter_with_the_last_slot() -> None:
-    """Why one slot stays empty. If this fails, vLLM has mended it: `spare_slots` and `spare_adapter` may go, with their docs."""
+def test_vllm_0_32_computes_a_request_without_an_adapter_with_the_last_slot() -> None:
+    """Why one slot stays empty. 0.33 has mended it: `spare_slots` and `spare_adapter` may go with 0.32, with their docs."""
+    takes_the_last = minor_of(str(installed_vllm())) == "0.32"
     slots = torch.zeros(3, 1, 4, 8)
     slots[2] = 1
     inputs, without = torch.ones(1, 8), torch.tensor([-1])
     inner = torch.zeros(1, 4)
     bgmv_shrink(inputs, slots, inner, without)
-    assert torch.equal(inner, torch.full((1, 4), 8.0))
+    assert torch.equal(inner, torch.full((1, 4), 8.0 if takes_the_last else 0.0))
     outer = torch.zeros(1, 8)
-    bgmv_expand_slice(inner, torch.ones(3, 1, 8, 4), outer, without, 0, 8)
-    assert outer.abs().sum() > 0
+    bgmv_expand_slice(torch.full((1, 4), 8.0), torch.ones(3, 1, 8, 4), outer, without, 0, 8)
+    assert bool(outer.abs().sum() > 0) is takes_the_last
     slots[2] = 0  # as a slot that was never filled is
     bgmv_shrink(inputs, slots, inner, without)
     assert torch.equal(inner, torch.zeros(1, 4))

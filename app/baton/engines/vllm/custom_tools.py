@@ -19,6 +19,7 @@ from llguidance import LLMatcher
 from openai.types.responses import CustomTool, FunctionTool, ResponseToolSearchCall
 from pydantic import PrivateAttr, model_validator
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest as VllmResponsesRequest
+from vllm.parser.abstract_parser import Parser
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.tool_parsers.structural_tag_registry import get_model_structural_tag, limit_to_single_tool_call
 from vllm.tool_parsers.utils import flat_namespace_tool_name
@@ -127,9 +128,9 @@ class ResponsesRequest(VllmResponsesRequest):  # type: ignore[misc]  # vLLM has 
         model = getattr(tool_parser, "structural_tag_model", None)
         if model is None or not self._free or None in grammars.values():
             return None
-        level = self._parser.tool_strict_level
-        if level == 0 and tool_parser.default_tool_strict_level is not None:
-            level = tool_parser.default_tool_strict_level
+        level, of_model = self._parser.tool_strict_level, tool_parser.default_tool_strict_level
+        if level == Parser.tool_strict_level and of_model is not None:  # nobody chose one
+            level = of_model
         shown = [_marked(tool) if getattr(tool, "name", None) in grammars else tool for tool in self.tools]
         tag = get_model_structural_tag(model, shown, self.tool_choice, reasoning=False, strict_level=level)
         if tag is None:

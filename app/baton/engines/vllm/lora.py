@@ -29,8 +29,8 @@ log = structlog.get_logger("baton.engine")
 def spare_slots() -> int:
     """Count the slots for adapters that must stay empty.
 
-    On CPUs vLLM computes a request without an adapter, in a step that has requests with one, with what is in
-    the last slot (`vllm/lora/ops/torch_ops/lora_ops.py` takes index -1, which is no adapter, for the last).
+    On CPUs vLLM 0.32 computes a request without an adapter, in a step that has requests with one, with what
+    is in the last slot (`vllm/lora/ops/torch_ops/lora_ops.py` takes index -1, no adapter, for the last).
     Slots are filled from the first, so that the last of one more than there are adapters holds zeros.
     """
     return 1 if current_platform.is_cpu() else 0

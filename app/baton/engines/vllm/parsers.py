@@ -583,6 +583,8 @@ class _Unclosed:
         slots = self._engine._tool_slots if self._inside else ()
         if not slots or not slots[-1].name_sent or self._engine._arg_converter is None:
             return delta
+        if getattr(slots[-1], "extend_open_value", None) is not None:  # vLLM 0.33
+            slots[-1].extend_open_value = None  # it would take what is given below for the end of a text
         last, structure = len(slots) - 1, "".join(self._engine._arg_structural_chars or ())
         if written := self._engine._compute_arg_delta(last, structure):
             delta = delta or DeltaMessage()
