@@ -50,10 +50,11 @@ async def test_prompts_beside_answers_show(real_gateway: RealGateway) -> None:
 
     before = page(real_gateway)
     async with httpx.AsyncClient(base_url=real_gateway.url, timeout=120) as client:
-        writing = asyncio.create_task(ask(client, "Once", 60))
+        writing = asyncio.create_task(ask(client, "Once", 240))
         for number in range(4):
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(0.1)
             await ask(client, f"{number} {LONG}", 1)
+        assert not writing.done()
         await writing
     after = page(real_gateway)
     steps = {

@@ -9,7 +9,7 @@ import pytest
 import structlog
 
 from baton.telemetry import lag as lag_module
-from baton.telemetry.lag import watch_lag
+from baton.telemetry.lag import until_beat, watch_lag
 from baton.telemetry.metrics import GatewayMetrics
 
 
@@ -69,3 +69,14 @@ async def test_a_short_delay_is_measured_only() -> None:
     below = metrics.registry.get_sample_value("baton_event_loop_lag_seconds_bucket", {"le": "0.5"}) or 0
     seen = metrics.registry.get_sample_value("baton_event_loop_lag_seconds_count") or 0
     assert logs.count("event_loop_stalled") == seen - below, "only what the machine itself held up for longer"
+
+
+async def test_looks_of_different_lengths_meet_at_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None is skipped, and one that woke a moment too early does not come twice."""
+    loop, now = asyncio.get_running_loop(), 100.03
+    monkeypatch.setattr(loop, "time", lambda: now)
+    assert now + until_beat(0.1) == pytest.approx(100.1)
+    assert now + until_beat(0.2) == pytest.approx(100.2)
+    now = 100.1996
+    assert now + until_beat(0.1) == pytest.approx(100.3)
+    assert now + until_beat(0.2) == pytest.approx(100.4)

@@ -36,6 +36,7 @@ from baton.errors import (
     did_you_mean,
 )
 from baton.telemetry.events import Events
+from baton.telemetry.lag import until_beat
 from baton.telemetry.metrics import GatewayMetrics
 from baton.telemetry.page import MergedRegistry
 
@@ -459,7 +460,7 @@ class Supervisor:
         """Wait until the engine died or hangs, and return which."""
         suspected = False
         while True:
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(until_beat(POLL_S))
             if self.engine.state is EngineState.FAILED:
                 return "died"
             if self.engine.forwarding is not None:
@@ -809,7 +810,7 @@ class Fleet:
                     supervisor.look()
                 except Exception as error:  # the border of a background task, which goes on
                     log.error("engine_look_failed", engine=name, exc_info=error)
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(until_beat(POLL_S))
 
     def _tell(self, name: str, state: EngineState, why: str | None) -> None:
         self.on_demand.changed(name)

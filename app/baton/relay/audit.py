@@ -217,6 +217,7 @@ class Audits:
         self._metrics = metrics
         self._draw = draw
         self._queue = AuditQueue()
+        self._come = asyncio.Event()
         self._engines: dict[str, LocalEngine] = {}
 
     def chosen(self) -> bool:
@@ -229,8 +230,11 @@ class Audits:
         self._engines[engine.name] = engine
         if not transfer.audited or not report.loaded or report.lost or transfer.latent_steps:
             return
-        if report.first_token and not self._queue.add(Audit(engine, record, transfer)):
-            self._metrics.count(AuditResult.DROPPED)
+        if report.first_token:
+            if self._queue.add(Audit(engine, record, transfer)):
+                self._come.set()
+            else:
+                self._metrics.count(AuditResult.DROPPED)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -244,11 +248,14 @@ class Audits:
 
     async def _run(self) -> None:
         while True:
+            await self._come.wait()
             await asyncio.sleep(LOOK_EVERY_S)
             try:
                 self._metrics.count(AuditResult.DROPPED, self._queue.drop_old())
                 while (audit := self._queue.take()) is not None:
                     await self._audit(audit)
+                if not self._queue:
+                    self._come.clear()
             except Exception as error:  # the border of the audits: the next one may work
                 log.error("handoff_audit_failed", exc_info=error)
 

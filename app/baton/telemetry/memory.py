@@ -16,6 +16,8 @@ from pathlib import Path
 import structlog
 from prometheus_client import Gauge
 
+from baton.telemetry.lag import until_beat
+
 EVERY_S = 1.0
 UNLIMITED = 1 << 60
 """cgroup v1 says "no limit" with the largest number of pages there is."""
@@ -159,5 +161,5 @@ class MemoryWatch:
     async def run(self) -> None:
         """Measure every second, until cancelled."""
         while True:
-            await asyncio.sleep(EVERY_S)
+            await asyncio.sleep(until_beat(EVERY_S))
             self.look()
