@@ -27,6 +27,8 @@ from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
 INDEX = os.environ.get("PIP_INDEX_URL", "https://pypi.org/simple")  # noqa: TID251  # as pip reads it
+FETCH_S = 120
+"""Seconds without a byte after which the index is given up."""
 OURS = ("app", "connectors", "plugins", "tests")
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
@@ -63,7 +65,7 @@ def fetch(folder: Path, wanted: str | None) -> Path:
     asked = urllib.request.Request(
         f"{INDEX.rstrip('/')}/vllm/", headers={"Accept": "application/vnd.pypi.simple.v1+json"}
     )
-    with urllib.request.urlopen(asked) as answer:
+    with urllib.request.urlopen(asked, timeout=FETCH_S) as answer:
         files, base = json.load(answer)["files"], answer.url
     found = {
         Version(name[1]): file
@@ -76,7 +78,7 @@ def fetch(folder: Path, wanted: str | None) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         archive = folder / found[version]["filename"]
         print(f"Fetching {archive.name}", flush=True)
-        with urllib.request.urlopen(urljoin(base, found[version]["url"])) as answer:
+        with urllib.request.urlopen(urljoin(base, found[version]["url"]), timeout=FETCH_S) as answer:
             archive.write_bytes(answer.read())
         digest = hashlib.sha256(archive.read_bytes()).hexdigest()
         assert digest == found[version]["hashes"]["sha256"], f"{archive} is not what the index promised"
