@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -33,12 +34,16 @@ def wait_until_both_are_ready(gateway: RealGateway) -> None:
 
 
 def core_of(gateway: RealGateway, model: str) -> psutil.Process:
-    """The core that works when this engine is asked."""
-    both = cores(gateway.process.pid)
-    before = [core.cpu_times().user for core in both]
-    ask(gateway, model, "One two three", max_tokens=24)
-    worked = [core.cpu_times().user - was for core, was in zip(both, before, strict=True)]
-    return both[worked.index(max(worked))]
+    """The core that works when this engine is asked; one that was killed a moment ago may still count as ready."""
+    while True:
+        wait_until_both_are_ready(gateway)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            both = cores(gateway.process.pid)
+            before = [core.cpu_times().user for core in both]
+            ask(gateway, model, "One two three", max_tokens=24)
+            worked = [core.cpu_times().user - was for core, was in zip(both, before, strict=True)]
+            if len(both) == 2:
+                return both[worked.index(max(worked))]
 
 
 @dataclass
