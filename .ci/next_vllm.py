@@ -106,7 +106,7 @@ def overlay(folder: Path, source: Path, installed: Path) -> Path:
 
 
 def compare(old: Path, new: Path) -> Iterator[str]:
-    """What Baton and its tests import from vLLM and is gone, or has other parameters or methods."""
+    """Lines on the names that Baton and its tests import from vLLM, and that are gone or differ in shape."""
     seen: set[tuple[str, str]] = set()
     for folder in OURS:
         for path in sorted((ROOT / folder).rglob("*.py")):
@@ -159,7 +159,7 @@ def exists(root: Path, module: str, name: str) -> bool:
 
 @functools.cache
 def definitions(path: Path) -> dict[str, Definition | None]:
-    """What a file defines or imports at its top level; of functions and classes the tree."""
+    """Names that a file defines or imports at its top level; of functions and classes with the tree."""
     found: dict[str, Definition | None] = {}
     waiting: list[ast.AST] = [ast.parse(path.read_text())]
     while waiting:
@@ -182,7 +182,7 @@ def definitions(path: Path) -> dict[str, Definition | None]:
 
 
 def changes(old: Path, new: Path, module: str, name: str) -> Iterator[str]:
-    """How the parameters of a function, or of a class's methods, differ."""
+    """Lines about the parameters of a function, or of a class's methods, that differ."""
     before, after = (shape(root, module, name) for root in (old, new))
     for part in sorted(before.keys() | after.keys()):
         if before.get(part) != after.get(part) and before and after:

@@ -59,7 +59,7 @@ def inspect_models_here() -> None:
 
 
 class Resources(core_client.BackgroundResources):  # type: ignore[misc]  # vLLM has no types
-    """What a client of vLLM closes at its end; its ZeroMQ context then ends in a thread of its own.
+    """Sockets, tasks and processes that vLLM's client closes; its ZeroMQ context then ends in its own thread.
 
     vLLM leaves the context to the garbage collector, which ends it wherever it runs, on the event loop too.
     That waits for all of its sockets: tenths of a second on a busy machine, and for ever for one that nobody
