@@ -44,13 +44,13 @@ async def watch_lag(lag: Histogram, ready: Callable[[], bool] = lambda: True) ->
     log = structlog.get_logger("baton.loop")
     with _looking_from_outside() as resumed:
         while True:
+            was_ready = was_ready or ready()
+            if was_ready:
+                resumed()
             due = loop.time() + (left := until_beat(EVERY_S))
             await asyncio.sleep(left)
             late = max(0.0, loop.time() - due)
             lag.observe(late)
-            was_ready = was_ready or ready()
-            if was_ready:
-                resumed()
             if late > STALL_S and was_ready:
                 log.warning("event_loop_stalled", seconds=round(late, 3))
 
