@@ -59,7 +59,7 @@ def scripted(*answers: bytes, **options: Any) -> Iterator[tuple[Baton, list[byte
         with Baton(f"http://127.0.0.1:{listener.getsockname()[1]}", **options) as baton:
             yield baton, heard
         listener.shutdown(socket.SHUT_RDWR)  # wakes a thread that still waits for a request
-        thread.join(5)
+        thread.join(20)
 
 
 def request_from(connection: socket.socket) -> bytes:

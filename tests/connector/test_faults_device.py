@@ -172,7 +172,7 @@ def test_a_link_pipe_or_folder_in_place_of_an_entry_is_refused(
     PLANTS[kind](path, sound)
     with ThreadPoolExecutor(1) as aside:
         looked = aside.submit(relay.loader.offered, relay.key)
-        if not wait([looked], timeout=5).done:
+        if not wait([looked], timeout=60).done:
             os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK))  # lets go of who waits for a writer
             pytest.fail(f"a {kind} in an entry's place held the look up")
     failure = relay.loader.load(relay.key)

@@ -14,6 +14,7 @@ import pytest
 from support.event_streams import Following
 from support.gateways import RealGateway
 from support.raw_requests import wait_for
+from support.relay_requests import once_saved
 
 pytestmark = pytest.mark.engine
 
@@ -112,7 +113,7 @@ def test_the_engines_say_what_they_are_and_take(gateway: RealGateway) -> None:
 
 def test_a_handoffs_messages_are_those_of_the_chat(gateway: RealGateway) -> None:
     answer = chat(gateway, QUESTION, handoff={"save": True})
-    handoff = answer["handoff"]["id"]
+    handoff = once_saved(gateway, answer["handoff"])["id"]
     with gateway.client() as client:
         shown = client.get(f"/v1/handoffs/{handoff}/messages").json()
         listed = client.get("/v1/handoffs").json()["data"][0]

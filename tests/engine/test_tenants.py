@@ -10,6 +10,7 @@ import httpx
 import numpy
 import pytest
 from support.gateways import RealGateway
+from support.relay_requests import once_saved
 from support.trace_collector import Collector
 
 pytestmark = pytest.mark.engine
@@ -92,7 +93,7 @@ def relayed(gateway: RealGateway, tenant: str, handoff: dict[str, object]) -> ht
 
 @pytest.mark.fault("D5")
 def test_another_tenants_handoff_is_answered_like_an_unknown_one(tiny_gateway: RealGateway) -> None:
-    left = relayed(tiny_gateway, "acme", {"save": True}).json()["handoff"]
+    left = once_saved(tiny_gateway, relayed(tiny_gateway, "acme", {"save": True}).json()["handoff"], "acme")
     assert (left["state"], left["bytes"] > 0) == ("ready", True)
     told = []
     for guess in (left["id"], "A" * len(left["id"])):

@@ -148,7 +148,22 @@ def test_a_pending_handoffs_messages_come_later() -> None:
             assert refused.headers["retry-after"]
             held.release()
             stream.read()
-        wait_for(lambda: client.get(f"/v1/handoffs/{pending}/messages").status_code == 200, "it never came")
+        assert client.get(f"/v1/handoffs/{pending}/messages").status_code == 200
+
+
+def test_who_was_answered_finds_the_messages_while_the_kv_is_still_being_saved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held = Held()
+    monkeypatch.setattr("baton.library.saving.Saving._kv_known", lambda *_: held(1))
+    with run_fake(FakeEngine("a", supports_handoffs=True)) as gateway, gateway.client() as client:
+        monkeypatch.setattr("baton.relay.run.SETTLE_WITHIN_S", 0.0)
+        answer = chat(gateway, HI, handoff={"save": True})
+        path = f"/v1/handoffs/{answer['handoff']['id']}"
+        assert client.get(path).json()["state"] == "pending"
+        assert len(messages(gateway, answer["handoff"]["id"])["data"]) == 2
+        held.release()
+        wait_for(lambda: client.get(path).json()["state"] == "ready", "it was never saved")
 
 
 def test_a_row_tells_how_its_handoff_was_used(gateway: FakeGateway) -> None:

@@ -28,7 +28,7 @@ def leave(gateway: FakeGateway, **more: Any) -> str:
 
 def first_handoff(gateway: FakeGateway) -> str:
     """Wait for the first handoff that is listed; it is still pending."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     with gateway.client() as client:
         while not (found := client.get("/v1/handoffs").json()["data"]):
             assert time.monotonic() < deadline

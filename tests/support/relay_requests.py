@@ -61,10 +61,10 @@ def told(answer: openai.types.Completion) -> dict[str, Any]:
     return found
 
 
-def once_saved(gateway: RealGateway, handoff: dict[str, Any], within_s: float = 60) -> dict[str, Any]:
+def once_saved(gateway: RealGateway, handoff: dict[str, Any], tenant: str | None = None) -> dict[str, Any]:
     """The handoff once it is no longer pending: an answer on a busy machine does not wait for its save."""
-    deadline = time.monotonic() + within_s
-    with gateway.client() as client:
+    deadline = time.monotonic() + 60
+    with gateway.client(tenant) as client:
         while handoff["state"] == "pending" and time.monotonic() < deadline:
             time.sleep(0.05)
             handoff = client.get(f"/v1/handoffs/{handoff['id']}").json()

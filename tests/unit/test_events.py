@@ -227,7 +227,7 @@ async def test_a_stream_ends_with_its_key(events: Events, monkeypatch: pytest.Mo
     assert not reading.done()
     known = False
     with pytest.raises(StopAsyncIteration):
-        await asyncio.wait_for(reading, 5)
+        await asyncio.wait_for(reading, 20)
 
 
 async def test_a_tenant_that_nobody_listens_for_costs_nothing(events: Events) -> None:

@@ -117,8 +117,11 @@ class Relay:
             HandoffPending: the request that saves it has not ended.
             HandoffNotFound: that request failed.
         """
-        if record.state is not HandoffState.READY:
-            raise HandoffPending() if record.state is HandoffState.PENDING else HandoffNotFound()
+        if record.state is HandoffState.FAILED:
+            raise HandoffNotFound()
+        if record.state is HandoffState.PENDING and not record.tokens:
+            # With tokens only its KV is still being saved.
+            raise HandoffPending()
         shown: Json = {"object": "list", "handoff": record.id, "text": None, "complete": True, "why": None}
         if engine is not None:
             data, text = await Writer(engine, context).said(record)

@@ -76,7 +76,7 @@ def assert_right(folder: Path, model: Path, report: dict[str, Any], classes: lis
     assert len(report["servers"]) == 1
     assert (report["children"], report["files"]) == (0, [])
     assert [path for kind in ("scene-*", "baton-geo-*") for path in (folder / "spool").glob(kind)] == []
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while any(psutil.pid_exists(pid) for pid in report["servers"]):
         assert time.monotonic() < deadline, "a process is left behind"
         time.sleep(0.05)
