@@ -15,10 +15,14 @@ IMAGE_TOOL ?= docker build
 TARGET ?= cpu
 IMAGE_ARGS ?=
 
+# Folders whose tests are all long: their files import much, and none of it would run.
+SHORT = --ignore tests/chaos --ignore tests/soak
 # The slowest are told at the end, after what was skipped and why.
 TOLD = --durations 20
-# Two run what has engines, the third all else (tests/conftest.py).
-PROCESSES = --numprocesses 3 --dist loadscope --no-loadscope-reorder
+# Two run what has engines, the others all else (tests/conftest.py).
+PROCESSES = --numprocesses 4 --dist loadscope --no-loadscope-reorder
+# Of each file the compiled form is kept: tests start hundreds of processes, and each would compile it anew.
+test chaos soak image-test next-vllm: export PYTHONDONTWRITEBYTECODE :=
 
 INSTALL = $(BIN)/python .ci/install.py
 
@@ -43,7 +47,7 @@ screenshots: $(VENV)/.dev ## Take the pictures of the page for README and docs f
 	$(BIN)/python docs/screenshots.py $(URL)
 
 test: $(VENV)/.dev ## Install, then run the tests (ARGS= for pytest)
-	$(BIN)/python -m pytest $(PROCESSES) $(TOLD) -m "not chaos and not soak and not image" $(ARGS)
+	$(BIN)/python -m pytest $(PROCESSES) $(TOLD) -m "not chaos and not soak and not image" $(SHORT) $(ARGS)
 
 ray: $(VENV)/.dev ## Install Ray Serve too, for its tests and for `serve run baton.ray:app` (300 MB)
 	@$(INSTALL) -r requirements-ray.lock
