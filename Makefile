@@ -19,8 +19,8 @@ IMAGE_ARGS ?=
 SHORT = --ignore tests/chaos --ignore tests/soak
 # The slowest are told at the end, after what was skipped and why.
 TOLD = --durations 20
-# Two run what has engines, the others all else (tests/conftest.py).
-PROCESSES = --numprocesses 4 --dist loadscope --no-loadscope-reorder
+# Two run what has engines, the third all else (tests/conftest.py).
+PROCESSES = --numprocesses 3 --dist loadscope --no-loadscope-reorder
 # Of each file the compiled form is kept: tests start hundreds of processes, and each would compile it anew.
 test chaos soak image-test next-vllm: export PYTHONDONTWRITEBYTECODE :=
 

@@ -29,7 +29,8 @@ BY_VLLM = {"torch", "transformers", "tokenizers", "huggingface-hub", "openai", "
 """vLLM decides their versions; a range of our own could only contradict it."""
 
 
-DISTRIBUTIONS = packages_distributions()
+distributions_of = functools.cache(packages_distributions)
+"""The installed distributions by the modules they hold; reading them takes most of a second."""
 
 
 @functools.cache
@@ -60,11 +61,11 @@ def imported() -> dict[str, set[str]]:
 
 @pytest.mark.parametrize("module", sorted(imported()))
 def test_what_is_imported_is_declared(module: str) -> None:
-    if module == "ray" and module not in DISTRIBUTIONS:
+    if module == "ray" and module not in distributions_of():
         pytest.skip("Ray is not installed: make ray")
     if module == "click":
         module = "typer"  # which brings it, or has its own
-    distributions = {canonicalize_name(name) for name in DISTRIBUTIONS.get(module, [])}
+    distributions = {canonicalize_name(name) for name in distributions_of().get(module, [])}
     assert distributions, f"{module} is not installed"
     assert distributions & ({*declared()} | BY_VLLM), (
         f"{distributions} is not declared: {imported().get(module)}"

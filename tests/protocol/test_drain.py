@@ -101,9 +101,9 @@ def test_a_signal_under_load_loses_nothing_that_can_finish(tmp_path: Path) -> No
             accepted.append(answer.status_code)
             assert answer.headers["connection"] == "close"
 
-    with FakeProcess(tmp_path, {"token_seconds": 0.1}, drain_delay_s=2, drain_timeout_s=4) as gateway:
+    with FakeProcess(tmp_path, {"token_seconds": 0.2}, drain_delay_s=2, drain_timeout_s=8) as gateway:
         began = time.monotonic()
-        bodies = [LONG | {"max_tokens": 30 if number % 2 else 1000} for number in range(STREAMS)]
+        bodies = [LONG | {"max_tokens": 15 if number % 2 else 1000} for number in range(STREAMS)]
         streams = run_streams(gateway, bodies, stop)
         code = gateway.process.wait(20)
         seconds = time.monotonic() - began
