@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from support.gateways import FakeGateway, run_fake
+from support.gateways import FakeGateway, Held, run_fake
 from support.handoff_requests import TEXT, first_handoff, leave, post
 from support.raw_requests import connect, request, wait_for
 
@@ -138,6 +138,22 @@ def test_a_computed_context_that_takes_long_is_a_202_and_then_ready() -> None:
             while client.get(response.headers["location"]).json()["state"] != "ready":
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
+
+
+@pytest.mark.parametrize(("wait_s", "status", "state"), [(20.0, 201, "ready"), (0.05, 202, "pending")])
+def test_a_context_is_waited_for_until_it_is_saved(
+    monkeypatch: pytest.MonkeyPatch, wait_s: float, status: int, state: str
+) -> None:
+    """Longer than an answer waits for its own: nobody reads anything meanwhile."""
+    held = Held()
+    monkeypatch.setattr("baton.library.saving.Saving._kv_known", lambda *_: held(1))
+    with run_fake(FakeEngine("a", supports_handoffs=True), handoffs={"wait_s": wait_s}) as gateway:
+        monkeypatch.setattr("baton.relay.run.SETTLE_WITHIN_S", 0.0)
+        let_go = threading.Timer(0.5, held.release)
+        let_go.start()
+        made = post(gateway, {"model": "a", "prompt": "1 2"}, "/v1/handoffs")
+        let_go.join()
+    assert (made.status_code, made.json()["state"]) == (status, state)
 
 
 @pytest.mark.fault("E2")

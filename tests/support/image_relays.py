@@ -6,7 +6,7 @@ import io
 import json
 import re
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from transformers import LlavaForConditionalGeneration, LlavaProcessor
 
 from baton.images.image import ClientImage
 from support.gateways import RealGateway
+from support.relay_requests import once_saved
 
 CHAT, TEXT, COMPUTE = "/v1/chat/completions", "/v1/completions", "/v1/handoffs"
 SAID = 6
@@ -59,7 +60,10 @@ class Eyes:
         with self.gateway.client() as client:
             response = client.post(path, json={"model": model} | options | body)
         assert response.status_code == 200, response.text
-        return _streamed(response) if body.get("stream") else _whole(response.json())
+        answer = _streamed(response) if body.get("stream") else _whole(response.json())
+        if answer.handoff is None or "id" not in answer.handoff:
+            return answer
+        return replace(answer, handoff=answer.handoff | once_saved(self.gateway, answer.handoff))
 
     def compute(self, model: str, body: dict[str, Any]) -> dict[str, Any]:
         with self.gateway.client() as client:

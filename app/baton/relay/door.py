@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
@@ -276,13 +277,18 @@ class Relay:
             raise
 
     async def _shown(self, target: Handoff, work: asyncio.Task[Json], wait_s: float) -> Json:
-        """Wait a while for a new handoff; a client that leaves, and so never gets its id, ends the work."""
+        """Wait a while until a handoff is saved; a client that leaves, and gets no id, ends the work."""
+        until = time.monotonic() + wait_s
         try:
             done, _ = await asyncio.wait({work}, timeout=wait_s)
         except asyncio.CancelledError:
             work.cancel()
             raise
-        return work.result() if done else target.public()
+        if not done:
+            return target.public()
+        shown = work.result()
+        await self.library.settled(target, max(0.0, until - time.monotonic()))
+        return shown | target.public()
 
     async def _translate(
         self, engine: LocalEngine, context: RequestContext, options: NewHandoff, record: Handoff
